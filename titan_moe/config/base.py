@@ -1,0 +1,9 @@
+"""What every table of a recipe TOML shares: frozen, strictly typed, closed to unknown keys."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """One TOML table. Values are typed strictly (no "1000" for 1000), finite, and never change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -1,0 +1,61 @@
+"""The one vocabulary in which every recipe states its sizes. A recipe's ModelConfig extends it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from titan_moe.config.base import Section
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One block's attention, as far as its arithmetic goes.
+
+    projection_params: weights of all its projections (each costs 2 FLOPs per token forward).
+    qk_head_dim, v_head_dim: widths per head of queries and keys, and of values.
+    window: keys that a query sees at most, in tokens; None: all before it.
+    """
+
+    projection_params: int
+    num_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    window: int | None = None
+
+
+class RopeScaling(Section):
+    """`[model.rope_scaling]`: stretch rotary positions beyond the length they were trained on."""
+
+    type: Literal["yarn"] = Field(description="YaRN (arXiv 2309.00071)")
+    factor: float = Field(ge=1.0, description="how many times the original length")
+    original_max_seq_len: PositiveInt = Field(description="length before stretching, in tokens")
+    beta_fast: PositiveFloat = Field(32.0, description="rotations above which nothing is stretched")
+    beta_slow: PositiveFloat = Field(1.0, description="rotations below which all is stretched")
+    mscale: float = Field(1.0, ge=0.0, description="attention temperature, numerator")
+    mscale_all_dim: float = Field(0.0, ge=0.0, description="attention temperature, denominator")
+
+
+class ModelConfig(Section):
+    """`[model]`: sizes have no defaults, so that the TOML states the whole model."""
+
+    recipe: str = Field(description="dotted name of the recipe package, e.g. recipes.deepseek_v3")
+    vocab_size: PositiveInt = Field(description="rows of the embedding, padding included")
+    hidden_size: PositiveInt = Field(description="width of the residual stream")
+    num_layers: PositiveInt = Field(description="transformer blocks, leading dense ones included")
+    num_dense_layers: int = Field(0, ge=0, description="leading blocks without experts")
+    num_heads: PositiveInt = Field(description="attention heads")
+    intermediate_size: PositiveInt = Field(description="inner width of a dense block's MLP")
+    moe_intermediate_size: PositiveInt = Field(description="inner width of one expert")
+    num_experts: PositiveInt = Field(description="routed experts per MoE layer")
+    top_k: PositiveInt = Field(description="routed experts that each token visits")
+    num_shared_experts: int = Field(0, ge=0, description="experts that every token visits")
+    max_seq_len: PositiveInt = Field(description="longest sequence that the rotary table covers")
+    rope_theta: PositiveFloat = Field(description="base of the rotary frequencies")
+    norm_eps: PositiveFloat = Field(description="epsilon of the RMS norms")
+    initializer_range: PositiveFloat = Field(description="standard deviation of initial weights")
+    rope_scaling: RopeScaling | None = Field(None, description="absent: plain rotary positions")
+
+    def attention_shape(self, layer: int) -> AttentionShape:
+        """Attention of block `layer`. Each recipe states its own."""
+        raise TypeError(f"{type(self).__name__} does not state its attention_shape")

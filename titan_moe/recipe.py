@@ -1,0 +1,57 @@
+"""What a recipe is: a typed config, and dotted names of the parts that need torch."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from titan_moe.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class FsdpUnit:
+    """Modules that FSDP2 gathers together.
+
+    pattern: fnmatch pattern over module names, e.g. "layers.*.moe.experts"; must match something
+        in a model that has such layers.
+    mesh: "dense" shards over dp_shard * cp * tp's dense view; "sparse" over the experts' view.
+    precision: "policy" follows [training] mixed_precision_*; "float32" never leaves fp32.
+    """
+
+    pattern: str
+    mesh: Literal["dense", "sparse"] = "dense"
+    precision: Literal["policy", "float32"] = "policy"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which weights are split how: data, no logic. Units are wrapped in the order given."""
+
+    fsdp_units: tuple[FsdpUnit, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`RECIPE` of a recipe package. Torch-free: the parts below are loaded when they are used.
+
+    config: the recipe's ModelConfig subclass.
+    model, sharding: dotted names of the Model class and of a Sharding.
+    """
+
+    config: type[ModelConfig]
+    model: str
+    sharding: str
+
+    def load_model_class(self) -> Any:
+        """Import torch and return the Model class."""
+        return load_dotted(self.model)
+
+    def load_sharding(self) -> Sharding:
+        sharding = load_dotted(self.sharding)
+        assert isinstance(sharding, Sharding), f"{self.sharding} is not a Sharding"
+        return sharding
+
+
+def load_dotted(name: str) -> Any:
+    """`package.module.attribute` -> the attribute."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
