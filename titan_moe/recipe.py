@@ -46,9 +46,17 @@ class Recipe:
         return load_dotted(self.model)
 
     def load_sharding(self) -> Sharding:
+        """Return the Sharding."""
         sharding = load_dotted(self.sharding)
         assert isinstance(sharding, Sharding), f"{self.sharding} is not a Sharding"
         return sharding
+
+
+def load_recipe(name: str) -> Recipe:
+    """RECIPE of the package that `[model] recipe` names, which a loaded config vouches for."""
+    recipe = load_dotted(f"{name}.RECIPE")
+    assert isinstance(recipe, Recipe), f"{name}.RECIPE is not a Recipe"
+    return recipe
 
 
 def load_dotted(name: str) -> Any:

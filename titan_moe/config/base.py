@@ -4,6 +4,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """One TOML table. Values are typed strictly (no "1000" for 1000), finite, and never change."""
+    """One TOML table. Values are typed strictly (no "1000" for 1000), finite, and never change.
+
+    A key that may be absent is `X | None = None`: TOML cannot write None, so no other default
+    could be taken back. A TOML array is a `list`, or a `tuple` with `Field(strict=False)`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

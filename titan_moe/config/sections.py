@@ -1,17 +1,42 @@
-"""Every table of a recipe TOML but `[model]`. Names follow torchtitan v0.2.2 where they mean the same."""
+"""Every table of a recipe TOML but `[model]`.
 
-from typing import Literal
+Names follow torchtitan v0.2.2 where they mean the same.
+"""
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pathlib import PurePath
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    field_validator,
+)
 
 from titan_moe.config.base import Section
 from titan_moe.config.model import ModelConfig
 
 
+def _stays_inside(folder: str) -> str:
+    path = PurePath(folder)
+    if path.is_absolute() or ".." in path.parts or path == PurePath():
+        raise ValueError("expected a folder below the run folder, without ..")
+    return folder
+
+
+FolderInRun = Annotated[str, AfterValidator(_stays_inside)]
+
+
 class Job(Section):
     """`[job]`: where the run lives: `<dump_folder>/<name>/`."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="folder of the run")
+    name: str = Field(
+        min_length=1, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="folder of the run"
+    )
     dump_folder: str = Field("./outputs", description="parent of all run folders")
     description: str = Field("", description="a line for people; nothing reads it")
     print_config: bool = Field(False, description="print the resolved config at start")
@@ -74,7 +99,9 @@ class Training(Section):
     )
     seq_len: PositiveInt = Field(description="tokens per sequence")
     steps: PositiveInt = Field(description="optimizer steps")
-    max_norm: PositiveFloat | None = Field(1.0, description="gradients are clipped to this norm")
+    max_norm: PositiveFloat = Field(
+        1.0, description="gradients are clipped to this norm; 1e9: hardly ever"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="type of the stored weights"
     )
@@ -94,7 +121,7 @@ class Training(Section):
         "auto", description="auto: flex or sdpa on CUDA, blocked on CPU"
     )
     gc_freq: PositiveInt = Field(50, description="steps between garbage collections")
-    dataloader: DataLoader = Field(default_factory=DataLoader)
+    dataloader: DataLoader = Field(DataLoader(), description="how batches are brought")
 
 
 class Source(Section):
@@ -128,7 +155,9 @@ class Data(Section):
     num_streams: PositiveInt = Field(
         description="logical streams; the data-parallel degree divides it"
     )
-    sources: list[Source] = Field(min_length=1)
+    sources: tuple[Source, ...] = Field(
+        min_length=1, strict=False, description="the mixture, one table each"
+    )
 
 
 class ValidationSet(Section):
@@ -152,7 +181,9 @@ class Validation(Section):
     enable: bool = Field(False, description="validate at freq and at the end")
     freq: PositiveInt = Field(100, description="steps between validations")
     local_batch_size: PositiveInt | None = Field(None, description="absent: training's")
-    sets: list[ValidationSet] = Field(default_factory=list)
+    sets: tuple[ValidationSet, ...] = Field(
+        (), strict=False, description="what is validated, one table each"
+    )
 
 
 class Parallelism(Section):
@@ -166,6 +197,13 @@ class Parallelism(Section):
         "default", description="free gathered weights after forward; default: always"
     )
 
+    @field_validator("data_parallel_shard_degree")
+    @classmethod
+    def _is_a_degree(cls, degree: int) -> int:
+        if degree < 1 and degree != -1:
+            raise ValueError("expected 1 or more, or -1: what the world leaves")
+        return degree
+
 
 class ActivationCheckpoint(Section):
     """`[activation_checkpoint]`: recompute activations in backward; routing is never recomputed."""
@@ -177,7 +215,7 @@ class Checkpoint(Section):
     """`[checkpoint]`: on and full by default."""
 
     enable: bool = Field(True, description="save and resume")
-    folder: str = Field("checkpoint", description="inside the run folder")
+    folder: FolderInRun = Field("checkpoint", description="inside the run folder")
     interval: PositiveInt = Field(500, description="steps between saves")
     async_mode: Literal["disabled", "async"] = Field(
         "disabled", description="write in the background"
@@ -198,7 +236,7 @@ class Metrics(Section):
         10, description="steps between log lines (step 1 is always logged)"
     )
     enable_tensorboard: bool = Field(False, description="also write TensorBoard events")
-    save_tb_folder: str = Field("tb", description="inside the run folder")
+    save_tb_folder: FolderInRun = Field("tb", description="inside the run folder")
     disable_color_printing: bool = Field(False, description="plain console")
     peak_tflops: PositiveFloat | None = Field(
         None, description="dense peak per device, for MFU; absent: from the device's name"
@@ -209,12 +247,14 @@ class Profiling(Section):
     """`[profiling]`: traces and memory snapshots on request."""
 
     enable_profiling: bool = Field(False, description="write torch.profiler traces")
-    save_traces_folder: str = Field("profile_traces", description="inside the run folder")
+    save_traces_folder: FolderInRun = Field("profile_traces", description="inside the run folder")
     profile_freq: PositiveInt = Field(10, description="steps between traces")
     profiler_active: PositiveInt = Field(1, description="steps recorded per trace")
     profiler_warmup: NonNegativeInt = Field(3, description="steps of warm-up before each trace")
     enable_memory_snapshot: bool = Field(False, description="write CUDA memory snapshots")
-    save_memory_snapshot_folder: str = Field("memory_snapshot", description="inside the run folder")
+    save_memory_snapshot_folder: FolderInRun = Field(
+        "memory_snapshot", description="inside the run folder"
+    )
 
 
 class Comm(Section):
@@ -243,7 +283,7 @@ class RunConfig(Section):
     """A whole recipe TOML. `model` is the recipe's own subclass of ModelConfig."""
 
     job: Job
-    model: ModelConfig
+    model: SerializeAsAny[ModelConfig]
     training: Training
     optimizer: Optimizer
     data: Data

@@ -1,0 +1,246 @@
+"""What must hold between keys: one table, each row with the reason that its message gives.
+
+A row's function yields a fault for each misfit: the key to blame, and the arithmetic. What only
+one table's keys say about each other stands with that table, as a validator of its class.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from titan_moe.config.checks_data import (
+    duplicate_names,
+    holdout_leaves_training_data,
+    local_paths_exist,
+    tokenizer_keys,
+    validation_apart_from_training,
+    validation_set_has_one_origin,
+    vocabulary_covers_bytes,
+)
+from titan_moe.config.fault import Fault
+from titan_moe.config.keys import toml_text
+from titan_moe.config.sections import RunConfig
+
+Faults = Iterator[Fault]
+
+
+@dataclass(frozen=True)
+class Check:
+    """faults: (config, number of processes or None) -> what stands against it."""
+
+    name: str
+    reason: str
+    faults: Callable[[RunConfig, int | None], Faults]
+
+
+def run_checks(config: RunConfig, world: int | None) -> list[tuple[str, str]]:
+    """Every misfit as (key to blame, message): `key = value: arithmetic (reason)`."""
+    return [
+        (fault.key, f"{fault.key} = {_value(config, fault.key)}: {fault.message} ({check.reason})")
+        for check in CHECKS
+        for fault in check.faults(config, world)
+    ]
+
+
+def _value(config: RunConfig, key: str) -> str:
+    def step(node: Any, part: str) -> Any:
+        return node[int(part)] if part.isdigit() else getattr(node, part)
+
+    value = reduce(step, key.split("."), config)
+    return "(absent)" if value is None else toml_text(value)
+
+
+def data_parallel_degree(config: RunConfig, world: int | None) -> int | None:
+    """Ranks that read different rows; None: unknown without the world, or not a layout of it."""
+    section = config.parallelism
+    replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
+    if shard != -1:
+        return replicate * shard
+    return None if world is None or world % replicate else world
+
+
+def degrees_fill_world(config: RunConfig, world: int | None) -> Faults:
+    section = config.parallelism
+    replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
+    if world is None:
+        return
+    if shard == -1 and world % replicate:
+        key = "parallelism.data_parallel_replicate_degree"
+        yield Fault(key, f"does not divide the {world} processes")
+    if shard != -1 and replicate * shard != world:
+        product = f"replicate {replicate} * shard {shard} = {replicate * shard}"
+        remedy = "-1 takes what the others leave"
+        yield Fault(
+            "parallelism.data_parallel_shard_degree",
+            f"{product}, but there are {world} processes; {remedy}",
+        )
+
+
+def batch_divides(config: RunConfig, world: int | None) -> Faults:
+    training = config.training
+    degree = data_parallel_degree(config, world) or 1
+    each = degree * training.local_batch_size
+    if training.global_batch_size % each:
+        product = f"{degree} data-parallel ranks * local_batch_size {training.local_batch_size}"
+        yield Fault("training.global_batch_size", f"not a multiple of {product} = {each}")
+
+
+def ranks_share_streams(config: RunConfig, world: int | None) -> Faults:
+    degree, streams = data_parallel_degree(config, world), config.data.num_streams
+    if degree is not None and streams % degree:
+        yield Fault("data.num_streams", f"not a multiple of {degree} data-parallel ranks")
+
+
+def workers_share_streams(config: RunConfig, world: int | None) -> Faults:
+    degree, streams = data_parallel_degree(config, world) or 1, config.data.num_streams
+    workers = config.training.dataloader.num_workers
+    if streams % degree == 0 and workers > streams // degree:
+        arithmetic = (
+            f"data.num_streams {streams} / {degree} data-parallel ranks = {streams // degree}"
+        )
+        yield Fault("training.dataloader.num_workers", f"more than {arithmetic}")
+
+
+def sequence_within_rotary_table(config: RunConfig, world: int | None) -> Faults:
+    if config.training.seq_len > config.model.max_seq_len:
+        limit = config.model.max_seq_len
+        yield Fault("training.seq_len", f"more than model.max_seq_len {limit}, the rotary limit")
+
+
+def backend_masks_documents(config: RunConfig, world: int | None) -> Faults:
+    if config.training.attention_backend == "sdpa" and config.training.document_mask:
+        yield Fault(
+            "training.attention_backend",
+            'cannot go with training.document_mask = true; use "auto", "flex" or "blocked"',
+        )
+
+
+def warmup_and_decay_fit(config: RunConfig, world: int | None) -> Faults:
+    schedule, steps = config.lr_scheduler, config.training.steps
+    total = schedule.total_steps or steps
+    decay = 0 if schedule.decay_ratio is None else round(schedule.decay_ratio * total)
+    if schedule.warmup_steps + decay > total:
+        whole = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"
+        parts = f"warmup {schedule.warmup_steps} + decay {decay}" if decay else "longer than"
+        yield Fault("lr_scheduler.warmup_steps", f"{parts}{' >' if decay else ''} {whole} {total}")
+
+
+def no_step_at_rate_zero(config: RunConfig, world: int | None) -> Faults:
+    total, steps = config.lr_scheduler.total_steps, config.training.steps
+    if total is not None and total < steps and config.lr_scheduler.min_lr_factor == 0.0:
+        remedy = "raise it, or lr_scheduler.min_lr_factor above 0"
+        yield Fault("lr_scheduler.total_steps", f"less than training.steps {steps}; {remedy}")
+
+
+def validation_has_sets(config: RunConfig, world: int | None) -> Faults:
+    if config.validation.enable and not config.validation.sets:
+        yield Fault("validation.enable", "there is no [[validation.sets]]")
+
+
+def loading_is_enabled(config: RunConfig, world: int | None) -> Faults:
+    if config.checkpoint.load_step != -1 and not config.checkpoint.enable:
+        yield Fault("checkpoint.load_step", "checkpoint.enable is false")
+
+
+def profile_fits_its_period(config: RunConfig, world: int | None) -> Faults:
+    section = config.profiling
+    needed = section.profiler_warmup + section.profiler_active
+    if section.enable_profiling and needed > section.profile_freq:
+        parts = f"profiler_warmup {section.profiler_warmup} + profiler_active"
+        arithmetic = f"{parts} {section.profiler_active} = {needed}"
+        yield Fault("profiling.profile_freq", f"less than {arithmetic}")
+
+
+CHECKS = (
+    Check(
+        "degrees fill the world",
+        "every process has a place in the layout",
+        degrees_fill_world,
+    ),
+    Check(
+        "batch divides",
+        "every rank takes the same number of whole micro-batches in a step",
+        batch_divides,
+    ),
+    Check(
+        "ranks share streams",
+        "each stream is served by one rank",
+        ranks_share_streams,
+    ),
+    Check(
+        "workers share streams",
+        "a worker without a stream would idle",
+        workers_share_streams,
+    ),
+    Check(
+        "sequence within the rotary table",
+        "positions beyond it have no encoding",
+        sequence_within_rotary_table,
+    ),
+    Check(
+        "backend masks documents",
+        "it could mask documents only with memory quadratic in the sequence",
+        backend_masks_documents,
+    ),
+    Check(
+        "warmup and decay fit",
+        "the learning rate cannot rise and fall at once",
+        warmup_and_decay_fit,
+    ),
+    Check(
+        "no step at rate zero",
+        "steps after the decay would train at learning rate 0",
+        no_step_at_rate_zero,
+    ),
+    Check(
+        "names differ",
+        "logs and checkpoints tell them apart by name",
+        duplicate_names,
+    ),
+    Check(
+        "holdout leaves training data",
+        "every n-th document is held out, so that 1 would hold out all",
+        holdout_leaves_training_data,
+    ),
+    Check(
+        "validation has sets",
+        "nothing would be validated",
+        validation_has_sets,
+    ),
+    Check(
+        "validation set has one origin",
+        "a set is either a source's held-out documents or a path of its own",
+        validation_set_has_one_origin,
+    ),
+    Check(
+        "validation apart from training",
+        "validation must never overlap training; hold documents out with holdout_every instead",
+        validation_apart_from_training,
+    ),
+    Check(
+        "vocabulary covers bytes",
+        "256 bytes, BOS, EOS and padding each need a row of the embedding",
+        vocabulary_covers_bytes,
+    ),
+    Check(
+        "tokenizer keys",
+        "the byte tokenizer has its own BOS and EOS, a tokenizer.json must be told",
+        tokenizer_keys,
+    ),
+    Check(
+        "local paths exist",
+        "paths are relative to the folder that the run starts from",
+        local_paths_exist,
+    ),
+    Check(
+        "loading is enabled",
+        "nothing would be loaded",
+        loading_is_enabled,
+    ),
+    Check(
+        "profile fits its period",
+        "a trace must end before the next begins",
+        profile_fits_its_period,
+    ),
+)

@@ -1,0 +1,113 @@
+"""Rows of the table of checks that concern data: sources, validation sets, tokenizer, paths."""
+
+import glob
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from titan_moe.config.fault import Fault
+from titan_moe.config.sections import RunConfig, Source, ValidationSet
+
+Faults = Iterator[Fault]
+
+BYTE_TOKENIZER_SIZE = 259
+BUILTINS = ("builtin:python-stdlib",)
+LOCAL_STARTS = ("./", "../", "/", "~")
+LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+
+
+def duplicate_names(config: RunConfig, world: int | None) -> Faults:
+    tables: tuple[tuple[str, Sequence[Source | ValidationSet]], ...] = (
+        ("data.sources", config.data.sources),
+        ("validation.sets", config.validation.sets),
+    )
+    for table, entries in tables:
+        names = [entry.name for entry in entries]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                other = f"{table}.{names.index(name)}"
+                yield Fault(f"{table}.{index}.name", f"{other} has the same name")
+
+
+def holdout_leaves_training_data(config: RunConfig, world: int | None) -> Faults:
+    for index, source in enumerate(config.data.sources):
+        if source.holdout_every == 1:
+            yield Fault(f"data.sources.{index}.holdout_every", "nothing is left to train on")
+
+
+def validation_set_has_one_origin(config: RunConfig, world: int | None) -> Faults:
+    sources = {source.name: source for source in config.data.sources}
+    for index, entry in enumerate(config.validation.sets):
+        key = f"validation.sets.{index}"
+        if entry.holdout_of is None and entry.path is None:
+            yield Fault(f"{key}.name", "it has neither holdout_of nor path")
+        elif entry.holdout_of is not None and entry.path is not None:
+            yield Fault(f"{key}.path", f'it also has holdout_of "{entry.holdout_of}"')
+        elif entry.holdout_of is not None and entry.holdout_of not in sources:
+            names = ", ".join(f'"{name}"' for name in sources)
+            yield Fault(f"{key}.holdout_of", f"no data source has that name; there are {names}")
+        elif entry.holdout_of is not None and not sources[entry.holdout_of].holdout_every:
+            remedy = "set its holdout_every to 2 or more"
+            yield Fault(f"{key}.holdout_of", f"that source holds nothing out; {remedy}")
+
+
+def validation_apart_from_training(config: RunConfig, world: int | None) -> Faults:
+    for index, entry in enumerate(config.validation.sets):
+        for source in config.data.sources:
+            if entry.path is not None and _overlap(entry, source):
+                message = f'it overlaps the data source "{source.name}", {source.path}'
+                yield Fault(f"validation.sets.{index}.path", message)
+
+
+def _overlap(entry: ValidationSet, source: Source) -> bool:
+    """Whether one holds documents of the other. Splits of a hub data set are apart."""
+    assert entry.path is not None
+    local = [_is_local(entry.path, entry.format), _is_local(source.path, source.format)]
+    if all(local):
+        mine, theirs = (Path(p).expanduser().resolve() for p in (entry.path, source.path))
+        return mine.is_relative_to(theirs) or theirs.is_relative_to(mine)
+    if any(local) or entry.path != source.path:
+        return False
+    same_part = (entry.subset, entry.split) == (source.subset, source.split)
+    return entry.path in BUILTINS or same_part
+
+
+def vocabulary_covers_bytes(config: RunConfig, world: int | None) -> Faults:
+    if config.data.tokenizer == "byte" and config.model.vocab_size < BYTE_TOKENIZER_SIZE:
+        message = f"less than the {BYTE_TOKENIZER_SIZE} ids of the byte tokenizer"
+        yield Fault("model.vocab_size", message)
+
+
+def tokenizer_keys(config: RunConfig, world: int | None) -> Faults:
+    data = config.data
+    for name, wanted, token in (
+        ("bos", data.add_bos, data.bos_token),
+        ("eos", data.add_eos, data.eos_token),
+    ):
+        if data.tokenizer == "byte" and token is not None:
+            yield Fault(f"data.{name}_token", 'leave it out with data.tokenizer = "byte"')
+        if data.tokenizer != "byte" and wanted and token is None:
+            yield Fault(f"data.{name}_token", f"data.add_{name} = true needs it")
+
+
+def local_paths_exist(config: RunConfig, world: int | None) -> Faults:
+    data = config.data
+    if data.tokenizer != "byte" and not Path(data.tokenizer).expanduser().is_file():
+        yield Fault("data.tokenizer", 'no such file; expected "byte" or a tokenizer.json')
+    entries: list[tuple[str, Source | ValidationSet]] = [
+        *((f"data.sources.{i}.path", source) for i, source in enumerate(data.sources)),
+        *((f"validation.sets.{i}.path", entry) for i, entry in enumerate(config.validation.sets)),
+    ]
+    for key, entry in entries:
+        path = entry.path or BUILTINS[0]
+        if path.startswith("builtin:") and path not in BUILTINS:
+            yield Fault(key, f"no such built-in data; there is {', '.join(BUILTINS)}")
+        elif _is_local(path, entry.format) and not glob.glob(str(Path(path).expanduser())):
+            yield Fault(key, "no such file or folder")
+
+
+def _is_local(path: str, format: str) -> bool:
+    """Whether `path` can only mean the local disk: by its format, or by its looks."""
+    if path.startswith("builtin:") or format == "hub":
+        return False
+    looks = path.startswith(LOCAL_STARTS) or path.endswith(LOCAL_ENDINGS)
+    return looks or format != "auto" or Path(path).exists()
