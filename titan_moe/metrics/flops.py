@@ -1,11 +1,11 @@
 """Model FLOPs per token, counted by hand from the sizes. No torch.
 
 The convention, the same for every model:
-  - a matmul with P weights costs 2 P per token forward; backward costs twice that, so a step is 3x;
-  - only matmuls count: no norms, activations, rotary embedding, softmax, embedding lookup or router;
+  - a matmul with P weights costs 2 P per token forward; backward costs twice that: a step is 3x;
+  - only matmuls count: no norms, activations, rotary embedding, softmax, token lookup or router;
   - of the routed experts just the top_k that a token visits;
-  - causal attention as if one document filled the sequence: a query sees seq_len / 2 keys on average
-    (the continuous mean; with a window of W keys it is W - W^2 / (2 seq_len));
+  - causal attention as if one document filled the sequence: a query sees seq_len / 2 keys on
+    average (the continuous mean; with a window of W keys it is W - W^2 / (2 seq_len));
   - recomputation is the machine's work, not the model's, and never counted;
   - one multi-token-prediction layer is one more block of the last layer's kind, its 2D -> D
     projection, and the logits once more (DeepSeek-V3, arXiv 2412.19437, section 2.2).
@@ -35,7 +35,7 @@ class ModelFlops:
     @property
     def total(self) -> float:
         """FLOPs per token of one training step."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(float(getattr(self, part.name)) for part in fields(self))
 
 
 def model_flops_per_token(cfg: ModelConfig, seq_len: int, num_mtp_layers: int = 0) -> ModelFlops:

@@ -1,0 +1,273 @@
+"""Save and load a whole run: torch.distributed.checkpoint below, a commit marker on top."""
+
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.optim import Optimizer
+
+from titan_moe.checkpoint import folder as disk
+from titan_moe.checkpoint.compare import Differences, Signature
+from titan_moe.checkpoint.state import MODEL, model_tensors, optimizer_tensors
+from titan_moe.config.sections import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+# Saving without a process group is a plain case here, not one to warn of.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+
+
+class Checkpointer:
+    """Checkpoints of one run. Every method is collective: all ranks call it, in the same order."""
+
+    def __init__(
+        self,
+        folder: Path,
+        section: Checkpoint,
+        parts: list[nn.Module],
+        optimizer: Optimizer,
+        timeout_seconds: int = 1800,
+    ) -> None:
+        """
+        folder: where the step-N folders live; on a file system that all ranks share.
+        parts: this rank's share of the model.
+        timeout_seconds: how long ranks wait for each other's writing; it has to cover the slowest
+            disk, not a collective of training.
+        """
+        self.folder = folder
+        self.section = section
+        self.parts = parts
+        self.optimizer = optimizer
+        self._last_step: int | None = None  # saved or loaded by this object; nothing newer is known
+        self._pending: Future[None] | None = None
+        # Ranks meet here and nowhere else: background writing must not mix with training's groups.
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            if dist.is_initialized()
+            else None
+        )
+
+    def save(self, step: int, train_state: dict[str, Any]) -> None:
+        """Write the checkpoint of `step`; with `async_mode = "async"`, in the background.
+
+        What is written are the values at the time of the call. Saving the step that was just saved
+        or loaded does nothing: it is on disk already.
+
+        train_state: JSON-able, the same on all ranks; comes back from `load`.
+
+        Raises:
+            RuntimeError: this save failed, or an earlier asynchronous one did.
+        """
+        self.finish()
+        if step == self._last_step:
+            logger.info("checkpoint of step %d is there already", step)
+            return
+        text = json.dumps({"schema_version": disk.SCHEMA_VERSION, "step": step} | train_state)
+        writer = _CommittingWriter(self.folder, step, text, self.section.keep_latest_k)
+        tensors = self._tensors()
+        if self.section.async_mode == "disabled":
+            self._write(step, tensors, writer)
+        else:
+            staged = writer.stage(tensors)
+            self._pending = _in_background(lambda: self._write(step, staged, writer))
+        self._last_step = step
+
+    def load(self) -> dict[str, Any] | None:
+        """Resume: fill model and optimizer from `load_step`, or the newest complete checkpoint.
+
+        Returns the train state that was saved, or None where nothing has been saved yet.
+
+        Raises:
+            ValueError: `load_step` is not there; or the checkpoint is damaged, of a newer schema,
+                or of another model.
+        """
+        self.finish()
+        chosen = self._on_first_rank(self._choose)
+        if chosen is None:
+            return None
+        path, train_state = chosen
+        self._read(path, self._tensors(), model_only=False)
+        self._last_step = train_state["step"]
+        return dict(train_state)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Start from another run's weights: parameters and persistent buffers, not the optimizer.
+
+        Floating-point types may differ; values are cast.
+
+        path: a complete step-N folder.
+
+        Raises:
+            ValueError: no complete checkpoint there, or its model is another one.
+        """
+        path = Path(path)
+        self._on_first_rank(lambda: disk.check_committed(path))
+        self._read(path, model_tensors(self.parts), model_only=True)
+        logger.info("weights loaded from %s", path)
+
+    def finish(self) -> None:
+        """Wait for an asynchronous save.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return model_tensors(self.parts) | optimizer_tensors(self.parts, self.optimizer)
+
+    def _write(self, step: int, tensors: dict[str, Tensor], writer: "_CommittingWriter") -> None:
+        try:
+            dcp_save(tensors, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:
+            raise RuntimeError(f"saving {writer.path} failed: {_reason(error)}") from error
+        logger.info("checkpoint of step %d saved", step)
+
+    def _read(self, path: Path, tensors: dict[str, Tensor], model_only: bool) -> None:
+        reader = FileSystemReader(path)
+        stored: dict[str, Signature] = self._on_first_rank(lambda: _contents(reader))
+        if model_only:
+            stored = {name: what for name, what in stored.items() if name.startswith(MODEL)}
+        wanted = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        differences = self._gather(Differences.between(stored, wanted))
+        complaints = Differences.of_all_ranks(differences).complaints(cast_floats=model_only)
+        if complaints:
+            raise ValueError(f"{path} holds another model: {'; '.join(complaints)}")
+        try:
+            dcp_load(tensors, storage_reader=reader, process_group=self._group)
+        except CheckpointException as error:
+            raise ValueError(f"{path} is damaged: {_reason(error)}") from error
+
+    def _choose(self) -> tuple[Path, dict[str, Any]] | None:
+        steps = disk.committed_steps(self.folder)
+        if self.section.load_step == -1:
+            if not steps:
+                return None
+            step = steps[-1]
+        else:
+            step = self.section.load_step
+            if step not in steps:
+                there = ", ".join(map(str, steps)) if steps else "none"
+                raise ValueError(
+                    f"checkpoint.load_step = {step}: no complete checkpoint of that step in "
+                    f"{self.folder}; complete steps: {there}"
+                )
+            if step != steps[-1]:
+                logger.warning(
+                    "resuming from step %d, though step %d is complete: later checkpoints stay "
+                    "until their step is saved again",
+                    step,
+                    steps[-1],
+                )
+        path = disk.step_folder(self.folder, step)
+        train_state = disk.read_train_state(path)
+        if train_state["step"] != step:
+            raise ValueError(f"{path}: holds step {train_state['step']}; rename it back")
+        return path, train_state
+
+    def _on_first_rank(self, act: Callable[[], Any]) -> Any:
+        """Rank 0's result on all ranks; a ValueError there is raised on all."""
+        answer: list[Any] = [None, None]
+        if self._group is None or dist.get_rank() == 0:
+            try:
+                answer[0] = act()
+            except ValueError as error:
+                answer[1] = str(error)
+        if self._group is not None:
+            dist.broadcast_object_list(answer, src=0, group=self._group)
+        if answer[1] is not None:
+            raise ValueError(answer[1])
+        return answer[0]
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """Every rank's object, on every rank."""
+        if self._group is None:
+            return [mine]
+        all_of_them = [mine] * dist.get_world_size(self._group)
+        dist.all_gather_object(all_of_them, mine, group=self._group)
+        return all_of_them
+
+
+class _CommittingWriter(FileSystemWriter):
+    """Writes into a fresh step folder, and commits once every rank's files are on disk.
+
+    The two hooks run on the coordinating rank alone, between rounds in which DCP hears from all
+    ranks, so that a failure anywhere is a failure everywhere and nothing is committed.
+    """
+
+    def __init__(self, folder: Path, step: int, train_state: str, keep_latest_k: int) -> None:
+        super().__init__(disk.step_folder(folder, step))
+        self._folder, self._step = folder, step
+        self._train_state, self._keep_latest_k = train_state, keep_latest_k
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # nobody touches the disk before all plans are in
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        path = disk.step_folder(self._folder, self._step)
+        if path.exists():  # left by a save that did not finish, or by a run that was wound back
+            disk.remove(path)
+        path.mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        path = disk.step_folder(self._folder, self._step)
+        disk.write_durably(path / disk.TRAIN_STATE, self._train_state)
+        disk.commit(path, self._step)
+        for step in disk.purge(self._folder, self._keep_latest_k, self._step):
+            logger.info("checkpoint of step %d deleted", step)
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Run in a thread that ends with the process: one of an executor would be joined at exit, and
+    hold a process whose peers are gone."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _contents(reader: FileSystemReader) -> dict[str, Signature]:
+    """Names, shapes and types in a checkpoint."""
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # whatever unpickling damaged bytes may raise
+        raise ValueError(f"{reader.path} is damaged: no readable metadata: {error!r}") from error
+    return {
+        name: (tuple(what.size), what.properties.dtype)
+        for name, what in stored.items()
+        if isinstance(what, TensorStorageMetadata)
+    }
+
+
+def _reason(error: CheckpointException) -> str:
+    """The ranks' own errors, without DCP's traceback text."""
+    return "; ".join(
+        f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items())
+    )
