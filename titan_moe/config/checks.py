@@ -18,7 +18,7 @@ from titan_moe.config.checks_data import (
     validation_set_has_one_origin,
     vocabulary_covers_bytes,
 )
-from titan_moe.config.fault import Fault
+from titan_moe.config.errors import Fault
 from titan_moe.config.keys import toml_text
 from titan_moe.config.sections import RunConfig
 

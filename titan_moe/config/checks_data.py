@@ -4,7 +4,7 @@ import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from titan_moe.config.fault import Fault
+from titan_moe.config.errors import Fault
 from titan_moe.config.sections import RunConfig, Source, ValidationSet
 
 Faults = Iterator[Fault]

@@ -1,6 +1,7 @@
-"""The one exception that a wrong config raises."""
+"""What stands against a config: one misfit, and the exception that tells them all."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class ConfigError(ValueError):
@@ -10,3 +11,14 @@ class ConfigError(ValueError):
         assert faults, "a ConfigError needs a fault to tell"
         super().__init__("\n".join(faults))
         self.faults = tuple(faults)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One misfit between keys that are each valid.
+
+    key: dotted, the one to blame. message: the arithmetic, and the remedy if it is not plain.
+    """
+
+    key: str
+    message: str

@@ -150,7 +150,7 @@ def _limits(metadata: Iterable[Any]) -> str:
         if getattr(item, "min_length", None):
             words += ", not empty"
         if getattr(item, "pattern", None):
-            words += f" of the form {item.pattern}"
+            words += f", of the form {item.pattern}"
     return words
 
 

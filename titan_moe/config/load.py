@@ -38,7 +38,7 @@ def load_config(
     """
     document = read_document(Path(path))
     given, faults = parse_overrides(overrides)
-    sections, recipe_faults = known_sections(document, given)
+    sections, recipe_faults = _sections(document, given)
     faults += recipe_faults + apply_overrides(document, given, sections)
     parts, wrong = _validate(document, sections)
     if faults + wrong:
@@ -50,7 +50,19 @@ def load_config(
     return config
 
 
-def known_sections(
+def sections_for(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, type[BaseModel]]:
+    """Every table's class, with the `[model]` of the recipe that a config names.
+
+    Nothing else about the config needs to be right. Raises ConfigError: the recipe does not load.
+    """
+    given, _ = parse_overrides(overrides)
+    sections, faults = _sections(read_document(Path(path)), given)
+    if faults:
+        raise ConfigError(faults)
+    return sections
+
+
+def _sections(
     document: Document, overrides: Sequence[Override]
 ) -> tuple[dict[str, type[BaseModel]], list[str]]:
     """Every table's class. A recipe that does not load: no `[model]` among them, and the fault."""

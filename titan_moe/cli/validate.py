@@ -1,0 +1,40 @@
+"""`titan-moe validate [CONFIG]`: everything that can be known about a config without torch."""
+
+import os
+from collections.abc import Sequence
+
+from titan_moe.config.command_line import config_and_overrides
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.load import load_config
+
+HELP = """\
+usage: titan-moe validate [CONFIG] [--world N] [--section.key=value ...]
+
+Check a config, by default $CONFIG_FILE, else train_configs/debug.toml. Exit code 2 and a line for
+each fault if there are any. With --world, check too that it fits a run of N processes.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if {"--help", "-h"} & set(arguments):
+        print(HELP, end="")
+        return 0
+    rest, world = _take_world(arguments)
+    path, overrides = config_and_overrides(rest, os.environ)
+    load_config(path, overrides, world)
+    print(f"{path}: valid" + (f" on {world} processes" if world else ""))
+    return 0
+
+
+def _take_world(arguments: Sequence[str]) -> tuple[list[str], int | None]:
+    rest, world = list(arguments), None
+    for at, argument in enumerate(arguments):
+        name, equals, text = argument.partition("=")
+        if name == "--world":
+            text = text if equals else "".join(arguments[at + 1 : at + 2])
+            if not text.isdecimal() or int(text) < 1:
+                raise ConfigError([f"command line: --world = {text}: expected integer > 0"])
+            world = int(text)
+            del rest[at : at + (1 if equals else 2)]
+            break
+    return rest, world
