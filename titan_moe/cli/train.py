@@ -33,6 +33,12 @@ the run was told to stop, even if it then saved its state.
 """
 
 
+def _become(command: list[str], more_environment: dict[str, str]) -> NoReturn:
+    """Replace this process, so that signals reach torchrun itself."""
+    sys.stdout.flush()
+    os.execvpe(command[0], command, os.environ | more_environment)
+
+
 def main(arguments: Sequence[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         rest = [argument for argument in arguments if argument not in ("--help", "-h")]
@@ -44,9 +50,3 @@ def main(arguments: Sequence[str]) -> int:
     command = torchrun_argv(config, [str(path), *overrides], os.environ, processes, sys.executable)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     _become(command, launch_environment(os.environ, processes, cores or 1))
-
-
-def _become(command: list[str], more_environment: dict[str, str]) -> NoReturn:
-    """Replace this process, so that signals reach torchrun itself."""
-    sys.stdout.flush()
-    os.execvpe(command[0], command, os.environ | more_environment)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import Field, create_model
+from pydantic import create_model
 
 from titan_moe.config.keys import Sections
 from titan_moe.config.sections import RunConfig
@@ -12,12 +12,8 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 def json_schema(sections: Sections) -> dict[str, Any]:
     """Schema of a whole file. A file that extends another need not repeat its required keys."""
-    about = RunConfig.model_fields["model"].description
-    whole = create_model(
-        "RunConfig",
-        __base__=RunConfig,
-        model=(sections["model"], Field(description=about)),
-    )
+    own_model: dict[str, Any] = {"model": (sections["model"], ...)}
+    whole = create_model("RunConfig", __base__=RunConfig, **own_model)
     schema = _without_null(whole.model_json_schema())
     definitions = schema.pop("$defs")
     required: dict[str, Any] = {"required": schema.pop("required"), "properties": {}}
