@@ -215,7 +215,7 @@ CHECKS = (
     ),
     Check(
         "validation apart from training",
-        "validation must never overlap training; hold documents out with holdout_every instead",
+        "validation must never overlap training; hold documents out with holdout_every",
         validation_apart_from_training,
     ),
     Check(

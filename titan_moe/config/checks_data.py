@@ -1,6 +1,6 @@
 """Rows of the table of checks that concern data: sources, validation sets, tokenizer, paths."""
 
-import glob
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,8 +11,7 @@ Faults = Iterator[Fault]
 
 BYTE_TOKENIZER_SIZE = 259
 BUILTINS = ("builtin:python-stdlib",)
-LOCAL_STARTS = ("./", "../", "/", "~")
-LOCAL_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
 def duplicate_names(config: RunConfig, world: int | None) -> Faults:
@@ -53,22 +52,23 @@ def validation_set_has_one_origin(config: RunConfig, world: int | None) -> Fault
 def validation_apart_from_training(config: RunConfig, world: int | None) -> Faults:
     for index, entry in enumerate(config.validation.sets):
         for source in config.data.sources:
-            if entry.path is not None and _overlap(entry, source):
-                message = f'it overlaps the data source "{source.name}", {source.path}'
+            if entry.path is not None and _same_documents(entry, source):
+                message = f'the data source "{source.name}" trains on it'
                 yield Fault(f"validation.sets.{index}.path", message)
 
 
-def _overlap(entry: ValidationSet, source: Source) -> bool:
-    """Whether one holds documents of the other. Splits of a hub data set are apart."""
-    assert entry.path is not None
-    local = [_is_local(entry.path, entry.format), _is_local(source.path, source.format)]
-    if all(local):
-        mine, theirs = (Path(p).expanduser().resolve() for p in (entry.path, source.path))
-        return mine.is_relative_to(theirs) or theirs.is_relative_to(mine)
-    if any(local) or entry.path != source.path:
+def _same_documents(entry: ValidationSet, source: Source) -> bool:
+    """Whether both name the same data. Overlapping folders are found when they are listed."""
+    mine, theirs = (Path(str(e.path)).expanduser() for e in (entry, source))
+    if mine.resolve() != theirs.resolve():
         return False
-    same_part = (entry.subset, entry.split) == (source.subset, source.split)
-    return entry.path in BUILTINS or same_part
+    return entry.path in BUILTINS or mine.is_file() or _part_of_it(entry) == _part_of_it(source)
+
+
+def _part_of_it(entry: ValidationSet | Source) -> tuple[str | None, ...]:
+    """What tells apart parts of one folder or one hub data set."""
+    splits = (entry.subset, entry.split) if entry.format in ("auto", "hub") else ()
+    return (entry.format, *splits)
 
 
 def vocabulary_covers_bytes(config: RunConfig, world: int | None) -> Faults:
@@ -98,16 +98,17 @@ def local_paths_exist(config: RunConfig, world: int | None) -> Faults:
         *((f"validation.sets.{i}.path", entry) for i, entry in enumerate(config.validation.sets)),
     ]
     for key, entry in entries:
-        path = entry.path or BUILTINS[0]
-        if path.startswith("builtin:") and path not in BUILTINS:
+        path = entry.path
+        if path is None or Path(path).expanduser().exists() or path in BUILTINS:
+            continue
+        if path.startswith("builtin:"):
             yield Fault(key, f"no such built-in data; there is {', '.join(BUILTINS)}")
-        elif _is_local(path, entry.format) and not glob.glob(str(Path(path).expanduser())):
+        elif entry.format == "auto" and _is_local(path):
+            yield Fault(key, 'no such file or folder; for a data set on the hub, format = "hub"')
+        elif entry.format not in ("auto", "hub"):
             yield Fault(key, "no such file or folder")
 
 
-def _is_local(path: str, format: str) -> bool:
-    """Whether `path` can only mean the local disk: by its format, or by its looks."""
-    if path.startswith("builtin:") or format == "hub":
-        return False
-    looks = path.startswith(LOCAL_STARTS) or path.endswith(LOCAL_ENDINGS)
-    return looks or format != "auto" or Path(path).exists()
+def _is_local(path: str) -> bool:
+    """Whether a path that does not exist cannot be a hub data set, owner/name, either."""
+    return path.endswith(FILE_ENDINGS) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)
