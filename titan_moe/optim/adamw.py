@@ -1,0 +1,44 @@
+"""AdamW over every part of the model that this rank holds."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from titan_moe.config.sections import Optimizer
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import AdamW
+
+
+def build_optimizer(parts: Iterable["nn.Module"], section: Optimizer) -> "AdamW":
+    """AdamW in two groups: weights of two or more dimensions decay, all others never do.
+
+    Matrices, stacked expert weights, embedding and output decay; norms and biases do not. The
+    selection bias is a buffer, so no optimizer sees it. Each group lists its names under
+    "param_names", in the order of "params", so that state can be kept by parameter name.
+
+    Raises:
+        ValueError: two parts hold different parameters of one name.
+    """
+    from torch.optim import AdamW  # here, so that the schedule next door stays free of torch
+
+    named: dict[str, nn.Parameter] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if named.setdefault(name, parameter) is not parameter:
+                raise ValueError(f"two parts of the model hold a parameter named {name}")
+    decayed = [(name, p) for name, p in named.items() if p.ndim >= 2]
+    others = [(name, p) for name, p in named.items() if p.ndim < 2]
+    groups = [
+        {"params": members, "weight_decay": weight_decay}
+        for members, weight_decay in ((decayed, section.weight_decay), (others, 0.0))
+        if members
+    ]
+    return AdamW(
+        groups,
+        lr=section.lr,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        fused=section.implementation == "fused",
+        foreach=section.implementation == "foreach",
+    )
