@@ -1,0 +1,109 @@
+"""Attention behind one function, with a backend for each place it runs.
+
+B batch, S queries, T keys, H query heads, G key heads (G divides H; query head h reads key head
+h // (H/G)), D width of queries and keys, V width of values.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titan_moe.layers.blocked import blocked_attention
+from titan_moe.layers.mask import AttentionMask
+
+LINEAR_MEMORY = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+]
+
+
+def attention(
+    q_BSHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGV: Tensor,
+    *,
+    scale: float,
+    mask: AttentionMask | None,
+    backend: str = "auto",
+) -> Tensor:
+    """softmax(scale * q·k over visible keys) · v, [B, S, H, V], in q's dtype.
+
+    mask: None is plain causal over whole rows (S == T).
+    backend: "reference" (naive, quadratic memory), "sdpa" (torch's fused kernels, no documents),
+        "blocked" (matmuls over blocks of queries, for CPUs), "flex" (FlexAttention, CUDA), or
+        "auto": blocked on CPU; on CUDA flex where there is a mask and sdpa where there is none.
+        Memory is linear in S + T on all but the reference.
+
+    Raises ValueError for an unknown backend, and for one that cannot do what is asked.
+    """
+    assert q_BSHD.shape[2] % k_BTGD.shape[2] == 0, "key heads must divide query heads"
+    assert mask is not None or q_BSHD.shape[1] == k_BTGD.shape[1], "slices need a mask"
+    if backend == "auto":
+        backend = _backend_for(q_BSHD.device.type, mask)
+    if backend == "blocked":
+        return blocked_attention(q_BSHD, k_BTGD, v_BTGV, scale, mask)
+    if backend == "sdpa":
+        return _sdpa(q_BSHD, k_BTGD, v_BTGV, scale, mask)
+    if backend == "flex":
+        from titan_moe.layers.flex import flex  # imports a compiler
+
+        return flex(q_BSHD, k_BTGD, v_BTGV, scale, mask)
+    if backend == "reference":
+        return _reference(q_BSHD, k_BTGD, v_BTGV, scale, mask)
+    raise ValueError(
+        f'attention backend "{backend}" is unknown: auto, blocked, sdpa, flex or reference'
+    )
+
+
+def _backend_for(device_type: str, mask: AttentionMask | None) -> str:
+    if device_type in ("cpu", "meta"):
+        return "blocked"
+    if device_type == "cuda":
+        return "sdpa" if mask is None else "flex"
+    raise ValueError(
+        f"no attention backend is chosen by itself on {device_type}: set "
+        "training.attention_backend to sdpa or reference"
+    )
+
+
+def _reference(
+    q_BSHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, scale: float, mask: AttentionMask | None
+) -> Tensor:
+    k_BTHD, v_BTHV = _per_query_head(k_BTGD, v_BTGV, q_BSHD.shape[2])
+    scores_BHST = torch.einsum("bshd,bthd->bhst", q_BSHD.float(), k_BTHD.float()) * scale
+    if mask is None:
+        visible_BST = torch.ones_like(scores_BHST[:, 0], dtype=torch.bool).tril()
+    else:
+        visible_BST = mask.visible()
+    scores_BHST = scores_BHST.masked_fill(~visible_BST[:, None], float("-inf"))
+    out_BSHV = torch.einsum("bhst,bthv->bshv", scores_BHST.softmax(-1), v_BTHV.float())
+    return out_BSHV.to(q_BSHD.dtype)
+
+
+def _sdpa(
+    q_BSHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, scale: float, mask: AttentionMask | None
+) -> Tensor:
+    if mask is not None:
+        raise ValueError(
+            'attention backend "sdpa" cannot mask documents in linear memory: set '
+            "training.document_mask = false, or training.attention_backend to flex (CUDA) or "
+            "blocked (CPU)"
+        )
+    k_BTHD, v_BTHV = _per_query_head(k_BTGD, v_BTGV, q_BSHD.shape[2])
+    # The fused kernels want one width; with two, torch falls back to a quadratic one. Zeros add
+    # nothing to q·k, and the columns that they make in the output are cut off.
+    width = max(q_BSHD.shape[3], v_BTHV.shape[3])
+    q, k, v = (F.pad(x, (0, width - x.shape[3])).transpose(1, 2) for x in (q_BSHD, k_BTHD, v_BTHV))
+    with sdpa_kernel(LINEAR_MEMORY):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return out.transpose(1, 2)[..., : v_BTGV.shape[3]]
+
+
+def _per_query_head(k_BTGD: Tensor, v_BTGV: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values repeated for each query head that reads them."""
+    repeats = num_heads // k_BTGD.shape[2]
+    if repeats == 1:
+        return k_BTGD, v_BTGV
+    return k_BTGD.repeat_interleave(repeats, dim=2), v_BTGV.repeat_interleave(repeats, dim=2)

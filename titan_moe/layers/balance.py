@@ -1,0 +1,82 @@
+"""Auxiliary losses of routing, per sequence, so that they do not depend on how a batch is cut.
+
+B batch, S sequence, E experts, K experts chosen per token.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sequence_balance_loss(scores_BSE: Tensor, valid_BS: Tensor, top_k: int) -> Tensor:
+    """loss_B: sum over experts of f_E · P_E (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
+
+    f: E/K times the share of the sequence's valid tokens that have the expert among the K highest
+    *scores*: by equation 18 neither the selection bias nor groups play a part. (The modelling code
+    published with V3 has no balance loss; V2's counts the experts really chosen, but has no bias.)
+    P: mean over valid tokens of the score as a share of the token's scores. The gradient flows
+    through P. A sequence without a valid token has loss 0.
+    """
+    num_experts = scores_BSE.shape[-1]
+    valid_BS1 = valid_BS.unsqueeze(-1).to(scores_BSE.dtype)
+    tokens_B1 = valid_BS1.sum(dim=1).clamp(min=1)
+    top_BSE = mark_top_scores(scores_BSE.detach(), top_k)
+    f_BE = (top_BSE * valid_BS1).sum(dim=1) * (num_experts / top_k) / tokens_B1
+    shares_BSE = F.normalize(scores_BSE, p=1.0, dim=-1)
+    p_BE = (shares_BSE * valid_BS1).sum(dim=1) / tokens_B1
+    return (f_BE * p_BE).sum(dim=-1)
+
+
+def sequence_z_loss(logits_BSE: Tensor, valid_BS: Tensor) -> Tensor:
+    """loss_B: mean over valid tokens of logsumexp(logits)² (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    valid = valid_BS.to(logits_BSE.dtype)
+    squares_BS = logits_BSE.logsumexp(dim=-1).square()
+    return (squares_BS * valid).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
+
+
+class _Attach(torch.autograd.Function):
+    """Hands out on unchanged, and gives the loss a gradient of `scale` when out gets its own."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grad_out, scale.clone(), None
+
+
+def attach_loss(out: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+    """out, with `scale * loss` (both 0-d) added to whatever the caller minimises."""
+    return _Attach.apply(out, loss, scale)
+
+
+@torch.library.custom_op("titan_moe::mark_top_scores", mutates_args=())
+def mark_top_scores(scores_BSE: Tensor, top_k: int) -> Tensor:
+    """1 where a score is among its token's top_k, else 0. Not differentiable."""
+    top_BSK = scores_BSE.topk(top_k, dim=-1).indices
+    return torch.zeros_like(scores_BSE).scatter_(-1, top_BSK, 1.0)
+
+
+@mark_top_scores.register_fake
+def _(scores_BSE: Tensor, top_k: int) -> Tensor:
+    return torch.empty_like(scores_BSE)
+
+
+@torch.library.custom_op("titan_moe::accumulate", mutates_args={"total"})
+def accumulate(value: Tensor, total: Tensor) -> Tensor:
+    """total += value, in place. Returns value again, for recomputation to save."""
+    total.add_(value)
+    return value.clone()
+
+
+@accumulate.register_fake
+def _(value: Tensor, total: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+OPS = (torch.ops.titan_moe.mark_top_scores.default, torch.ops.titan_moe.accumulate.default)

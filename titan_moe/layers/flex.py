@@ -1,0 +1,64 @@
+"""FlexAttention (arXiv 2412.05496): document masks on CUDA, in linear memory. CUDA only.
+
+B batch, S queries, T keys, H query heads, G key heads, D width of queries and keys, V of values.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from titan_moe.layers.mask import AttentionMask
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    """Uncompiled, flex_attention would form every score."""
+    return torch.compile(flex_attention)
+
+
+def block_mask_of(mask: AttentionMask) -> BlockMask:
+    """Which blocks of keys each block of queries visits, and which of them need a closer look."""
+    order_S, order_T = mask.order_S, mask.order_T
+    documents_BS, documents_BT = mask.documents_BS, mask.documents_BT
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_document = documents_BS[batch, query] == documents_BT[batch, key]
+        return same_document & (order_S[query] >= order_T[key])
+
+    return create_block_mask(
+        visible,
+        B=documents_BS.shape[0],
+        H=None,
+        Q_LEN=documents_BS.shape[1],
+        KV_LEN=documents_BT.shape[1],
+        device=documents_BS.device,
+        _compile=True,  # uncompiled, it would form the S x T mask
+    )
+
+
+def flex(
+    q_BSHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, scale: float, mask: AttentionMask | None
+) -> Tensor:
+    """See `attention`. Raises ValueError off CUDA, and where there is no mask."""
+    if q_BSHD.device.type != "cuda":
+        raise ValueError(
+            f'attention backend "flex" runs on CUDA, not on {q_BSHD.device.type}: leave '
+            "training.attention_backend at auto"
+        )
+    if mask is None:
+        raise ValueError(
+            'attention backend "flex" is for document masks: with training.document_mask = false '
+            "set training.attention_backend to sdpa"
+        )
+    out_BHSV = _compiled()(
+        q_BSHD.transpose(1, 2),
+        k_BTGD.transpose(1, 2),
+        v_BTGV.transpose(1, 2),
+        block_mask=mask.block_mask,
+        scale=scale,
+        enable_gqa=q_BSHD.shape[2] != k_BTGD.shape[2],
+    )
+    return out_BHSV.transpose(1, 2)

@@ -1,0 +1,120 @@
+"""The Mixture-of-Experts layer: routed experts, shared experts, and what keeps them balanced.
+
+B batch, S sequence, T = B·S tokens, D hidden, E experts, K experts chosen per token, R rows.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.layers.balance import (
+    accumulate,
+    attach_loss,
+    sequence_balance_loss,
+    sequence_z_loss,
+)
+from titan_moe.layers.dispatcher import Dispatcher, LocalDispatcher
+from titan_moe.layers.experts import Experts
+from titan_moe.layers.init import Constant, Init
+from titan_moe.layers.router import FixedDtype, Router
+
+
+class MoE(FixedDtype):
+    """y = sum over chosen experts of weight·expert(x) + shared(x).
+
+    balance_loss_weight, z_loss_weight: factors of this layer's auxiliary losses; 0: not computed.
+    bias_update_rate: step of the selection bias per optimizer step.
+
+    Slots: dispatcher; force_balance (route round-robin, for benchmarks).
+
+    Buffers, written in training mode alone, in place, and never with padding:
+        counts: int64 [E], tokens sent to each expert since someone zeroed it, in this process.
+        previous_counts: int64 [E], saved; the last step's counts over all processes.
+        balance_loss_sum: fp32 0-d, weighted auxiliary losses summed over this process's sequences.
+        aux_scale: fp32 0-d, factor on the auxiliary losses' gradients; whoever knows the number of
+            sequences in a step writes its inverse here.
+    """
+
+    inits: dict[str, Init]
+    counts: Tensor
+    previous_counts: Tensor
+    balance_loss_sum: Tensor
+    aux_scale: Tensor
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        shared: nn.Module | None,
+        *,
+        balance_loss_weight: float = 0.0,
+        z_loss_weight: float = 0.0,
+        bias_update_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = router, experts, shared
+        self.balance_loss_weight = balance_loss_weight
+        self.z_loss_weight = z_loss_weight
+        self.bias_update_rate = bias_update_rate
+        self.force_balance = False
+        self.dispatcher: Dispatcher = LocalDispatcher(router.num_experts)
+
+        counts_E = torch.empty(router.num_experts, dtype=torch.int64)
+        scalar = torch.empty((), dtype=torch.float32)
+        self.register_buffer("previous_counts", counts_E)
+        self.register_buffer("counts", counts_E.clone(), persistent=False)
+        self.register_buffer("balance_loss_sum", scalar, persistent=False)
+        self.register_buffer("aux_scale", scalar.clone(), persistent=False)
+        self.inits = {
+            "previous_counts": Constant(0),
+            "counts": Constant(0),
+            "balance_loss_sum": Constant(0.0),
+            "aux_scale": Constant(1.0),
+        }
+
+    def forward(self, x_BSD: Tensor, valid_BS: Tensor) -> Tensor:
+        """valid_BS: bool, False where a token is padding: it flows, but leaves no trace."""
+        x_TD = x_BSD.flatten(0, 1)
+        logits_TE = self.router(x_TD)
+        scores_TE = self.router.scores(logits_TE)
+        counted_T = valid_BS.flatten() & self.training
+        expert_ids_TK = self.router.select(
+            scores_TE, counted_T, self.counts, round_robin=self.force_balance
+        )
+        weights_TK = self.router.weights(scores_TE, expert_ids_TK)
+
+        rows_RD, row_weights_R, offsets_E, handle = self.dispatcher.dispatch(
+            x_TD, expert_ids_TK, weights_TK
+        )
+        outputs_RD = self.experts(rows_RD, offsets_E)
+        weighted_RD = outputs_RD.float() * row_weights_R[:, None]
+        out_BSD = self.dispatcher.combine(weighted_RD, handle).view(x_BSD.shape).to(x_BSD.dtype)
+
+        if self.shared is not None:
+            out_BSD = out_BSD + self.shared(x_BSD)
+        if self.training and (self.balance_loss_weight or self.z_loss_weight):
+            out_BSD = self._with_auxiliary_losses(out_BSD, logits_TE, scores_TE, valid_BS)
+        return out_BSD
+
+    def _with_auxiliary_losses(
+        self, out_BSD: Tensor, logits_TE: Tensor, scores_TE: Tensor, valid_BS: Tensor
+    ) -> Tensor:
+        loss = logits_TE.new_zeros(())
+        if self.balance_loss_weight:
+            scores_BSE = scores_TE.view(*valid_BS.shape, -1)
+            loss_B = sequence_balance_loss(scores_BSE, valid_BS, self.router.top_k)
+            loss = loss + self.balance_loss_weight * loss_B.sum()
+        if self.z_loss_weight:
+            logits_BSE = logits_TE.view(*valid_BS.shape, -1)
+            loss = loss + self.z_loss_weight * sequence_z_loss(logits_BSE, valid_BS).sum()
+        accumulate(loss.detach(), self.balance_loss_sum)
+        return attach_loss(out_BSD, loss, self.aux_scale)
+
+    @torch.no_grad()
+    def update_selection_bias(self, global_counts_E: Tensor) -> None:
+        """Once per optimizer step: bias += rate · sign(mean − counts), and remember the counts.
+
+        global_counts_E: int64, this step's tokens per expert over all processes.
+        """
+        below_mean_E = (global_counts_E.sum() - global_counts_E * len(global_counts_E)).sign()
+        self.router.selection_bias.add_(below_mean_E, alpha=self.bias_update_rate)
+        self.previous_counts.copy_(global_counts_E)

@@ -1,0 +1,114 @@
+"""Rotary positions (arXiv 2104.09864), plain or stretched by YaRN (arXiv 2309.00071).
+
+Layout: interleaved. Dimensions 2f and 2f+1 of a head form the pair that frequency f turns, as in
+the weights that DeepSeek publishes. (Models published for the "halves" layout pair f with
+f + D/2; their projection rows are permuted when they are converted.)
+
+Nothing is stored: angles follow from the positions, once per model forward, in fp32. So casting a
+model cannot touch them, and a pipeline stage needs no table.
+
+B batch, S sequence, H heads, D rotary width of a head, F = D/2 frequencies.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan_moe.config.model import RopeScaling
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One angle per position and frequency. cos and sin are fp32.
+
+    A dataclass on purpose: wrappers that cast a layer's tensor arguments do not see inside it.
+    """
+
+    cos_BSF: Tensor
+    sin_BSF: Tensor
+
+    def __call__(self, x_BSHD: Tensor) -> Tensor:
+        """Turn each pair of dimensions by its angle; in fp32, returned in x's dtype."""
+        even_BSHF, odd_BSHF = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = self.cos_BSF.unsqueeze(2), self.sin_BSF.unsqueeze(2)
+        turned = (even_BSHF * cos - odd_BSHF * sin, even_BSHF * sin + odd_BSHF * cos)
+        return torch.stack(turned, dim=-1).flatten(-2).to(x_BSHD.dtype)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions of one model.
+
+    dim: rotary width of a head, even. theta: base of the frequencies.
+    max_seq_len: first position that is refused.
+    """
+
+    dim: int
+    theta: float
+    max_seq_len: int
+    scaling: RopeScaling | None = None
+
+    def __call__(self, positions_BS: Tensor) -> Rotation:
+        """Angles at the given positions.
+
+        Raises ValueError where a sequence is longer than max_seq_len, and RuntimeError where a
+        position lies beyond it (on CUDA asynchronously: the values are never read back).
+        """
+        if positions_BS.shape[1] > self.max_seq_len:
+            raise ValueError(
+                f"a sequence of {positions_BS.shape[1]} tokens is longer than model.max_seq_len = "
+                f"{self.max_seq_len}: shorten training.seq_len, or raise model.max_seq_len"
+            )
+        torch._assert_async(
+            (positions_BS < self.max_seq_len).all(),
+            f"a position lies beyond model.max_seq_len = {self.max_seq_len}",
+        )
+        angles_BSF = positions_BS.float().unsqueeze(-1) * self.frequencies(positions_BS.device)
+        magnitude = self.magnitude()
+        return Rotation(angles_BSF.cos() * magnitude, angles_BSF.sin() * magnitude)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians per position, fp32 [F]. YaRN: arXiv 2309.00071, section 3.2.
+
+        Frequencies that turn more than beta_fast times within the original length stay; those
+        that turn less than beta_slow times are divided by the factor; a linear ramp over the
+        frequency's index joins them.
+        """
+        index_F = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device)
+        frequency_F = 1.0 / self.theta ** (index_F / self.dim)
+        if self.scaling is None:
+            return frequency_F
+        low = max(math.floor(self._index_that_turns(self.scaling.beta_fast)), 0)
+        high = min(math.ceil(self._index_that_turns(self.scaling.beta_slow)), self.dim - 1)
+        # Where both ends round to one index the ramp is a step, not a division by zero.
+        stretched_F = ((index_F / 2 - low) / max(high - low, 1e-3)).clamp(0, 1)
+        return frequency_F * (1 - stretched_F + stretched_F / self.scaling.factor)
+
+    def _index_that_turns(self, rotations: float) -> float:
+        """Fractional index of the frequency that turns so many times in the original length."""
+        assert self.scaling is not None
+        positions_per_radian = self.scaling.original_max_seq_len / (rotations * 2 * math.pi)
+        return self.dim * math.log(positions_per_radian) / (2 * math.log(self.theta))
+
+    def magnitude(self) -> float:
+        """Factor on cos and sin: mscale over mscale_all_dim, or YaRN's own where one is 0."""
+        if self.scaling is None:
+            return 1.0
+        factor, mscale = self.scaling.factor, self.scaling.mscale
+        if mscale and self.scaling.mscale_all_dim:
+            return temperature(factor, mscale) / temperature(factor, self.scaling.mscale_all_dim)
+        return temperature(factor, 1.0)
+
+    def attention_scale(self, qk_head_dim: int) -> float:
+        """Factor on q·k: 1/sqrt(qk_head_dim), times the squared temperature over all dimensions."""
+        scale = qk_head_dim**-0.5
+        if self.scaling is None or not self.scaling.mscale_all_dim:
+            return scale
+        return scale * temperature(self.scaling.factor, self.scaling.mscale_all_dim) ** 2
+
+
+def temperature(factor: float, mscale: float) -> float:
+    """How much longer contexts sharpen attention: `0.1 * mscale * ln(factor) + 1` (section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0
