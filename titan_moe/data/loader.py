@@ -1,0 +1,130 @@
+"""The training batches of one data rank, brought in the background, with their exact state.
+
+R rows of this rank in a step, S seq_len, F fields of a row (packing.FIELDS).
+"""
+
+import logging
+import signal
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from titan_moe.config.sections import DataLoader
+from titan_moe.data.packing import FIELDS
+from titan_moe.data.shard import Failure, Item, Shard
+from titan_moe.data.state import State
+
+logger = logging.getLogger(__name__)
+
+
+class StepLoader:
+    """Iterates over this rank's steps: dicts of FIELDS, int64 [R, S], rows in global order.
+
+    Iterating again goes on where it stood. Broken data raises ValueError when its turn comes.
+    """
+
+    def __init__(self, shard: Shard, section: DataLoader, description: State) -> None:
+        self._shard = shard
+        self._description = description
+        self._sequences: int = shard.state["sequences"]
+        self._counts: list[int] = shard.state["counts"]
+        self._records: dict[str, dict[str, Any]] = {
+            name: {s: r for s, r in records.items() if self._is_mine(int(s))}
+            for name, records in shard.state["streams"].items()
+        }
+        streams_here = shard.num_streams // shard.dp_degree
+        self._num_items = max(1, min(section.num_workers, streams_here))
+        if section.num_workers > streams_here:
+            logger.warning(
+                "training.dataloader.num_workers = %d: this rank has %d streams, so %d are started",
+                section.num_workers,
+                streams_here,
+                streams_here,
+            )
+        self._section = section
+        self._pin = section.pin_memory and torch.cuda.is_available()
+        self._items: Iterator[Item | Failure] | None = None
+
+    def _is_mine(self, stream: int) -> bool:
+        return stream % self._shard.dp_degree == self._shard.dp_rank
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        if self._items is None:
+            self._items = self._start()
+        items = [self._receive() for _ in range(self._num_items)]
+        self._sequences += self._shard.global_batch_size
+        self._counts = items[0].counts
+        for item in items:
+            for (name, stream), record in item.records.items():
+                self._records[name][str(stream)] = record
+        return self._step(items)
+
+    def _receive(self) -> Item:
+        assert self._items is not None
+        item = next(self._items)
+        if isinstance(item, Failure):
+            self.close()
+            raise ValueError(item.message)
+        return item
+
+    def _step(self, items: list[Item]) -> dict[str, Tensor]:
+        order = torch.tensor([number for item in items for number in item.numbers]).argsort()
+        share = self._shard.global_batch_size // self._shard.dp_degree
+        assert len(order) == share, f"{len(order)} of {share} sequences"
+        rows_FRS = torch.cat([item.rows for item in items])[order].transpose(0, 1)
+        step_FRS = torch.empty(rows_FRS.shape, dtype=torch.int64, pin_memory=self._pin)
+        step_FRS.copy_(rows_FRS)
+        return dict(zip(FIELDS, step_FRS, strict=True))
+
+    def state(self) -> State:
+        """State after the last step yielded: JSON-able, of the streams that this rank serves."""
+        return {
+            **self._description,
+            "part": [self._shard.dp_rank, self._shard.dp_degree],
+            "sequences": self._sequences,
+            "counts": list(self._counts),
+            "streams": {name: dict(records) for name, records in self._records.items()},
+        }
+
+    def close(self) -> None:
+        """Stop the loader processes. Iterating afterwards goes on from the last step yielded."""
+        shut_down = getattr(self._items, "_shutdown_workers", None)
+        self._items = None
+        if shut_down is not None:  # absent where no process was started
+            shut_down()
+
+    def _start(self) -> Iterator[Item | Failure]:
+        """Begin to load. Loader processes are spawned: forking a process in which communication
+        threads run can deadlock, and a fork server would outlive a killed trainer."""
+        workers = self._num_items if self._section.num_workers else 0
+        # A stop signal goes to the whole process group, but the trainer still wants to finish its
+        # step and save: children inherit the mask, so they never see it and end with the trainer.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+                loader: StatefulDataLoader[Item | Failure] = StatefulDataLoader(
+                    replace(self._shard, state=self.state()),
+                    batch_size=None,
+                    collate_fn=_as_is,
+                    num_workers=workers,
+                    prefetch_factor=self._section.prefetch_factor if workers else None,
+                    multiprocessing_context="spawn" if workers else None,
+                    persistent_workers=workers > 0,
+                    generator=torch.Generator(),  # else a seed is drawn from the run's generator
+                )
+                return iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _as_is(item: Item | Failure) -> Item | Failure:
+    return item
