@@ -1,0 +1,65 @@
+"""How evenly the experts are used.
+
+Shape suffixes: L MoE layers, E experts.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ExpertBalance:
+    """One step's balance over all MoE layers; None where a model has none.
+
+    max_violation: the busiest expert's load over the mean load, minus 1; the worst layer's
+        (MaxVio of arXiv 2408.15664). 0 is perfect balance.
+    dead_experts: experts that no token reached, of all layers.
+    entropy: entropy of the load over log E, mean over layers. 1 is perfect balance.
+    bias_range: largest minus smallest selection bias of a layer; the widest layer's.
+    """
+
+    max_violation: float | None = None
+    dead_experts: int | None = None
+    entropy: float | None = None
+    bias_range: float | None = None
+
+
+def expert_balance(counts_LE: Tensor | None, biases_LE: Tensor | None = None) -> ExpertBalance:
+    """Summarise a step's routing.
+
+    counts_LE: int64, tokens that each expert received in the whole global step.
+    biases_LE: the selection biases, where the router has them.
+    """
+    bias_range = None
+    if biases_LE is not None and biases_LE.numel():
+        bias_range = float((biases_LE.amax(-1) - biases_LE.amin(-1)).max())
+    if counts_LE is None or not counts_LE.numel():
+        return ExpertBalance(bias_range=bias_range)
+    dead_experts = int((counts_LE == 0).sum())
+    routed_L1 = counts_LE.sum(-1, keepdim=True)
+    if not bool((routed_L1 > 0).all()):  # nothing was routed: there is no load to speak of
+        return ExpertBalance(dead_experts=dead_experts, bias_range=bias_range)
+    num_experts = counts_LE.shape[-1]
+    load_LE = counts_LE.double() * num_experts / routed_L1  # in units of the mean load
+    entropy_L = torch.special.entr(load_LE / num_experts).sum(-1)
+    return ExpertBalance(
+        max_violation=float(load_LE.max()) - 1.0,
+        dead_experts=dead_experts,
+        entropy=float(entropy_L.mean()) / math.log(num_experts) if num_experts > 1 else 1.0,
+        bias_range=bias_range,
+    )
+
+
+def selection_biases(parts: Iterable[nn.Module]) -> Tensor | None:
+    """The selection biases of all routers in `parts`, [L, E] in order of layers; None if none."""
+    biases = [
+        buffer
+        for part in parts
+        for name, buffer in part.named_buffers()
+        if name.rpartition(".")[2] == "selection_bias"
+    ]
+    return torch.stack(biases) if biases else None

@@ -1,0 +1,138 @@
+"""The folder of one run, and the guard that keeps two models from sharing it. No torch.
+
+<dump_folder>/<job.name>/
+  config.toml          the resolved config of the latest attempt
+  metrics.jsonl        one object per logged step
+  validation.jsonl     one object per validation set and validation
+  checkpoint/  tb/     as [checkpoint] and [metrics] name them
+  logs/                rank<r>.log of each process; attempts.jsonl, a line per start of the run
+"""
+
+import json
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from titan_moe.config import RunConfig, save_config
+
+# Beside all of [model]: what a run cannot change without becoming another one.
+IDENTITY = (
+    ("data", "tokenizer"),
+    ("data", "num_streams"),
+    ("training", "seq_len"),
+    ("debug", "seed"),
+)
+
+
+class RunFolder:
+    """Paths of a run, and how it is entered. `attempt` counts the starts, from 1; 0 before that."""
+
+    def __init__(self, dump_folder: str | Path, name: str) -> None:
+        self.path = Path(dump_folder) / name
+        self.config_file = self.path / "config.toml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.validation_file = self.path / "validation.jsonl"
+        self.logs = self.path / "logs"
+        self.attempt = 0
+
+    def prepare(self, config: RunConfig) -> int:
+        """Make the folder ready for an attempt, on one rank; returns the attempt's number.
+
+        Raises:
+            ValueError: the folder cannot be written, or holds another model's run. Nothing in it
+                has been changed then.
+        """
+        checkpoints = self.path / config.checkpoint.folder
+        try:
+            if self.config_file.is_file():
+                self._refuse_another_run(config)
+            elif self.metrics_file.exists() or any(checkpoints.glob("step-*")):
+                raise ValueError(
+                    f"{self.path}: holds a run without its {self.config_file.name}, so nobody can "
+                    f"tell whose; {_REMEDY}"
+                )
+            for folder in (checkpoints, self.path / config.metrics.save_tb_folder, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+            save_config(config, self.config_file)
+            self.attempt = self._count_attempt()
+        except OSError as error:
+            raise ValueError(
+                f"{error.filename or self.path}: cannot be made ready for the run "
+                f"({error.strerror}); see job.dump_folder and job.name"
+            ) from error
+        return self.attempt
+
+    def _refuse_another_run(self, config: RunConfig) -> None:
+        theirs, ours = self._identities(config)
+        differing = [
+            f"  {key}: {_shown(theirs.get(key))} there, {_shown(ours.get(key))} here"
+            for key in sorted(theirs.keys() | ours.keys())
+            if theirs.get(key) != ours.get(key)
+        ]
+        if differing:
+            lines = "\n".join(differing)
+            raise ValueError(
+                f"{self.config_file}: this folder holds another model's run:\n{lines}\n{_REMEDY}"
+            )
+
+    def _identities(self, config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What may not differ, stored and wanted. Keys that the stored config lacks, because it
+        is older, have today's defaults; of another recipe nothing but its name is read."""
+        try:
+            stored = tomllib.loads(self.config_file.read_text(encoding="utf-8"))
+            recipe = stored["model"]["recipe"]
+            if recipe != config.model.recipe:
+                return {"model.recipe": recipe}, {"model.recipe": config.model.recipe}
+            sections = {
+                name: type(getattr(config, name)).model_validate(stored.get(name, {})).model_dump()
+                for name in ("model", *(section for section, _ in IDENTITY))
+            }
+        except (ValueError, KeyError, TypeError) as error:
+            reason = _first_fault(error) if isinstance(error, ValidationError) else repr(error)
+            raise ValueError(
+                f"{self.config_file}: cannot be read by this version of titan-moe ({reason}), so "
+                f"nobody can tell whether it is this run; {_REMEDY}"
+            ) from error
+        return _identity(sections), _identity(config.model_dump())
+
+    def _count_attempt(self) -> int:
+        """One more than any attempt that has left a trace."""
+        starts = self.logs / "attempts.jsonl"
+        attempt = 1 + max(_attempts_in(starts) + _attempts_in(self.metrics_file), default=0)
+        line = {"attempt": attempt, "started": datetime.now(UTC).isoformat(timespec="seconds")}
+        with starts.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        return attempt
+
+
+_REMEDY = "choose another job.name, or remove the folder"
+
+
+def _identity(sections: dict[str, Any]) -> dict[str, Any]:
+    model = {f"model.{key}": value for key, value in sections["model"].items()}
+    return model | {f"{section}.{key}": sections[section][key] for section, key in IDENTITY}
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else json.dumps(value)
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+
+
+def _attempts_in(file: Path) -> list[int]:
+    """Attempt numbers in a file of JSON lines; a torn line, left by a kill, tells nothing."""
+    if not file.exists():
+        return []
+    attempts = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            attempts.append(int(json.loads(line)["attempt"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return attempts
