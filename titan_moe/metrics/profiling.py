@@ -73,6 +73,7 @@ class Profiler:
         trace: TracebackType | None,
     ) -> None:
         if self._profile is not None:
+            self._profile.on_trace_ready = None  # a cycle that the end cut short is no trace
             self._profile.stop()
         if self._section.enable_memory_snapshot:
             torch.cuda.memory._record_memory_history(enabled=None)
