@@ -1,0 +1,101 @@
+"""The processes of a run: how they find each other, agree, and hear that they should stop."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from titan_moe.config.sections import Comm
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among all processes of the run."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, comm: Comm) -> "World":
+        """Meet the other processes that torchrun started; alone, be a world of one.
+
+        Host-side agreement runs over gloo even where tensors travel by NCCL, so that asking whether
+        to stop never waits for the device.
+        """
+        rank = int(os.environ.get("RANK", "0"))
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+            backend = "cpu:gloo,cuda:nccl"
+        else:
+            device = torch.device("cpu")
+            backend = "gloo"
+        dist.init_process_group(
+            backend,
+            rank=rank,
+            world_size=size,
+            store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),
+            timeout=timedelta(seconds=comm.init_timeout_seconds),
+        )
+        return cls(rank, size, device)
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
+
+    def shorten_timeouts(self, comm: Comm) -> None:
+        """From `init_timeout_seconds` to `train_timeout_seconds`, once the first step is through."""
+        timeout = timedelta(seconds=comm.train_timeout_seconds)
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if dist.get_rank(group) >= 0:
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank holds True. Collective."""
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def on_first_rank(self, act: Callable[[], T]) -> T:
+        """Run `act` on rank 0 alone and give its result to all; if it raises, all raise. Collective.
+
+        Raises:
+            ValueError: with rank 0's message, on every rank.
+        """
+        answer: list[object] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = act()
+            except (ValueError, OSError) as error:
+                answer[1] = str(error)
+        dist.broadcast_object_list(answer, src=0)
+        if answer[1] is not None:
+            raise ValueError(answer[1])
+        return answer[0]  # type: ignore[return-value]
+
+    def gather(self, mine: T) -> list[T]:
+        """Every rank's object, in order of rank, on every rank. Collective."""
+        all_of_them: list[T] = [mine] * self.size
+        dist.all_gather_object(all_of_them, mine)
+        return all_of_them
+
+
+class StopSignal:
+    """Remembers SIGTERM and SIGINT instead of dying of them; a repeated signal changes nothing."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name

@@ -1,0 +1,205 @@
+"""The training loop: it reads from top to bottom and knows no parallelism."""
+
+import gc
+import logging
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.config import ConfigError, RunConfig, load_config
+from titan_moe.config.command_line import config_and_overrides
+from titan_moe.data import ValidationData, build_train_loader, build_validation, merge_states
+from titan_moe.mesh import Layout, Meshes
+from titan_moe.metrics.balance import selection_biases
+from titan_moe.metrics.flops import model_flops_per_token
+from titan_moe.metrics.logger import MetricsLogger
+from titan_moe.metrics.logs import setup_logging
+from titan_moe.metrics.profiling import Profiler
+from titan_moe.metrics.run_folder import RunFolder
+from titan_moe.optim import build_optimizer, learning_rate
+from titan_moe.parallel.world import StopSignal, World
+from titan_moe.parallelize import parallelize
+from titan_moe.recipe import load_recipe
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One run: put together by `__init__`, trained by `run`."""
+
+    def __init__(self, config: RunConfig, world: World, stop: StopSignal) -> None:
+        self.config, self.world, self.stop = config, world, stop
+        self.folder = RunFolder(config.job.dump_folder, config.job.name)
+        world.on_first_rank(lambda: self.folder.prepare(config))
+        setup_logging(world.rank, self.folder.logs)
+
+        meshes = Meshes.build(Layout.of(config.parallelism, world.size), world.device.type)
+        self.engine = parallelize(config, load_recipe(config.model.recipe), meshes, world.device)
+        self.optimizer = build_optimizer(self.engine.parts, config.optimizer)
+        self.checkpointer = Checkpointer(
+            self.folder.path / config.checkpoint.folder,
+            config.checkpoint,
+            self.engine.parts,
+            self.optimizer,
+        )
+        saved = self._resume()
+        self.step: int = saved["step"] if saved else 0
+        self.tokens_seen: int = saved["tokens_seen"] if saved else 0
+        self.loader = build_train_loader(
+            config, meshes.dp_rank, meshes.dp_degree, saved["data"] if saved else None
+        )
+        self.validation: list[ValidationData] = []
+        if config.validation.enable:
+            self.validation = build_validation(config, meshes.dp_rank, meshes.dp_degree)
+        self.metrics = MetricsLogger(
+            self.folder,
+            config,
+            world,
+            flops_per_token=model_flops_per_token(config.model, config.training.seq_len).total,
+            step=self.step,
+        )
+        self.profiler = Profiler(config.profiling, self.folder, world.rank, self.step)
+
+    def run(self) -> None:
+        """Train until the last step, or a signal to stop; either way what was learned is saved."""
+        batches = iter(self.loader)
+        gc.disable()  # so that all ranks collect at the same steps, below
+        with self.profiler:
+            while self.step < self.config.training.steps:
+                with self.metrics.waiting_for_data():
+                    batch = next(batches)
+                self._train_step(batch)
+                stopping = self.world.any(self.stop.received is not None)
+                last = stopping or self.step == self.config.training.steps
+                with self.metrics.paused():
+                    if self._is_due(self.config.validation.freq) and not stopping:
+                        self._validate()
+                    if last or self.step % self.config.checkpoint.interval == 0:
+                        self._save()
+                    if self.step % self.config.training.gc_freq == 0:
+                        gc.collect(1)
+                if stopping:
+                    logger.info("stopped by %s after step %d", self.stop.received, self.step)
+                    break
+        self.close()
+
+    def close(self) -> None:
+        """Let go of loader processes, a checkpoint still being written, open files."""
+        self.loader.close()
+        self.checkpointer.finish()
+        self.metrics.close()
+        gc.enable()
+
+    def _train_step(self, batch: dict[str, torch.Tensor]) -> None:
+        training = self.config.training
+        lr = learning_rate(
+            self.tokens_seen, self.config.optimizer, self.config.lr_scheduler, training
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+        output = self.engine.forward_backward(batch)
+        grad_norm = self.engine.grad_norm()
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"step {self.step + 1}: the gradient's norm is {float(grad_norm)}, the loss "
+                f"{float(output.loss)}; no weight was changed"
+            )
+        if training.max_norm is not None:
+            self.engine.clip_grads(grad_norm, training.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        counts_LE = self.engine.update_routers()
+
+        self.step += 1
+        self.tokens_seen += training.global_batch_size * training.seq_len
+        self.metrics.end_step()
+        self.profiler.end_step(self.step)
+        if self.metrics.is_logged(self.step):
+            self.metrics.log_step(
+                self.step,
+                loss=output.loss,
+                balance_loss=output.balance_loss,
+                grad_norm=grad_norm,
+                lr=lr,
+                tokens_seen=self.tokens_seen,
+                counts_LE=counts_LE,
+                biases_LE=selection_biases(self.engine.parts),
+            )
+
+    def _validate(self) -> None:
+        for data in self.validation:
+            nats_sum, tokens = 0.0, 0
+            for batch in data.batches():
+                nats, count = self.engine.evaluate(batch)
+                nats_sum += float(nats)
+                tokens += int(count)
+            self.metrics.log_validation(
+                self.step,
+                data.name,
+                nats_sum=nats_sum,
+                tokens=tokens,
+                num_bytes=data.bytes,
+                bigram_nats_per_byte=data.bigram_nats_per_byte,
+            )
+
+    def _is_due(self, freq: int) -> bool:
+        """Every `freq` steps, and after the last one."""
+        return self.step % freq == 0 or self.step == self.config.training.steps
+
+    def _resume(self) -> dict[str, Any] | None:
+        """The state of the checkpoint that the run goes on from, if there is one."""
+        section = self.config.checkpoint
+        saved = self.checkpointer.load() if section.enable else None
+        if saved is not None:
+            logger.info("resuming after step %d", saved["step"])
+        elif section.initial_load_path is not None:
+            self.checkpointer.load_weights(section.initial_load_path)
+        return saved
+
+    def _save(self) -> None:
+        if not self.config.checkpoint.enable:
+            return
+        data = merge_states(self.world.gather(self.loader.state()))
+        self.checkpointer.save(
+            self.step,
+            {
+                "tokens_seen": self.tokens_seen,
+                "data": data,
+                "config": self.config.model_dump(exclude_none=True),
+            },
+        )
+
+
+def train(config: RunConfig, world: World, stop: StopSignal) -> None:
+    """Train on processes that have met already. Collective."""
+    torch.use_deterministic_algorithms(config.debug.deterministic)
+    Trainer(config, world, stop).run()
+
+
+@record
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`CONFIG [--section.key=value ...]`, on every process that torchrun starts."""
+    stop = StopSignal()
+    given = sys.argv[1:] if arguments is None else arguments
+    setup_logging(int(os.environ.get("RANK", "0")))
+    try:
+        path, overrides = config_and_overrides(given, os.environ)
+        config = load_config(path, overrides, world=int(os.environ.get("WORLD_SIZE", "1")))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    world = World.join(config.comm)
+    train(config, world, stop)
+    world.leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
