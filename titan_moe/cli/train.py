@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     path, overrides = config_and_overrides(arguments, os.environ)
     processes, nodes = processes_of(os.environ), nodes_of(os.environ)
-    config = load_config(path, overrides, world=processes * nodes)
+    config = load_config(path, overrides, world=processes * nodes, on_disk=True)
     command = torchrun_argv(config, [str(path), *overrides], os.environ, processes, sys.executable)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     _become(command, launch_environment(os.environ, processes, cores or 1))

@@ -11,7 +11,8 @@ HELP = """\
 usage: titan-moe validate [CONFIG] [--world N] [--section.key=value ...]
 
 Check a config, by default $CONFIG_FILE, else train_configs/debug.toml. Exit code 2 and a line for
-each fault if there are any. With --world, check too that it fits a run of N processes.
+each fault if there are any. The files that it names must be here. With --world, it must also fit
+a run of N processes.
 """
 
 
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     rest, world = _take_world(arguments)
     path, overrides = config_and_overrides(rest, os.environ)
-    load_config(path, overrides, world)
+    load_config(path, overrides, world, on_disk=True)
     print(f"{path}: valid" + (f" on {world} processes" if world else ""))
     return 0
 

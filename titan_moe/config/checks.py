@@ -27,18 +27,23 @@ Faults = Iterator[Fault]
 
 @dataclass(frozen=True)
 class Check:
-    """faults: (config, number of processes or None) -> what stands against it."""
+    """faults: (config, number of processes or None) -> what stands against it.
+
+    on_disk: it looks for files, so that it holds only of the machine that the run starts on.
+    """
 
     name: str
     reason: str
     faults: Callable[[RunConfig, int | None], Faults]
+    on_disk: bool = False
 
 
-def run_checks(config: RunConfig, world: int | None) -> list[tuple[str, str]]:
+def run_checks(config: RunConfig, world: int | None, on_disk: bool) -> list[tuple[str, str]]:
     """Every misfit as (key to blame, message): `key = value: arithmetic (reason)`."""
     return [
         (fault.key, f"{fault.key} = {_value(config, fault.key)}: {fault.message} ({check.reason})")
         for check in CHECKS
+        if on_disk or not check.on_disk
         for fault in check.faults(config, world)
     ]
 
@@ -232,6 +237,7 @@ CHECKS = (
         "local paths exist",
         "paths are relative to the folder that the run starts from",
         local_paths_exist,
+        on_disk=True,
     ),
     Check(
         "loading is enabled",

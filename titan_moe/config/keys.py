@@ -147,6 +147,8 @@ def _limits(metadata: Iterable[Any]) -> str:
         for name, sign in BOUNDS.items():
             if getattr(item, name, None) is not None:
                 words += f" {'and ' if words else ''}{sign} {getattr(item, name)}"
+        if getattr(item, "multiple_of", None):
+            words += f", multiple of {item.multiple_of}"
         if getattr(item, "min_length", None):
             words += ", not empty"
         if getattr(item, "pattern", None):

@@ -26,12 +26,16 @@ RECIPE_KEY = ("model", "recipe")
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), world: int | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    world: int | None = None,
+    on_disk: bool = False,
 ) -> RunConfig:
     """Read, layer, type and check a run's config. Imports no torch.
 
     path: TOML file; it may extend others. overrides: `--section.key=value` in any number.
     world: number of processes, if known: then the layout is checked too.
+    on_disk: the run starts from here: then the local files that it names must be there.
 
     Raises ConfigError (a ValueError) with one line per fault: wrong keys and types all together;
     if there are none, what does not fit together.
@@ -44,7 +48,7 @@ def load_config(
     if faults + wrong:
         raise ConfigError(faults + wrong)
     config = RunConfig(**parts)
-    misfits = run_checks(config, world)
+    misfits = run_checks(config, world, on_disk)
     if misfits:
         raise ConfigError([f"{document.origin(path_of(key))}: {misfit}" for key, misfit in misfits])
     return config

@@ -1,9 +1,9 @@
 """The one vocabulary in which every recipe states its sizes. A recipe's ModelConfig extends it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from titan_moe.config.base import Section
 
@@ -55,6 +55,17 @@ class ModelConfig(Section):
     norm_eps: PositiveFloat = Field(description="epsilon of the RMS norms")
     initializer_range: PositiveFloat = Field(description="standard deviation of initial weights")
     rope_scaling: RopeScaling | None = Field(None, description="absent: plain rotary positions")
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.num_dense_layers > self.num_layers:
+            raise ValueError(
+                f"num_dense_layers = {self.num_dense_layers} is more than num_layers = "
+                f"{self.num_layers}"
+            )
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k = {self.top_k} is more than num_experts = {self.num_experts}")
+        return self
 
     def attention_shape(self, layer: int) -> AttentionShape:
         """Attention of block `layer`. Each recipe states its own."""

@@ -101,6 +101,8 @@ def _write(document: Document, path: KeyPath, value: Any) -> str | None:
             return f"{dotted(path)}: {dotted(path[:at])} is not a table"
         elif last:
             node[part] = value
+        elif part not in node and isinstance(path[at + 1], int):
+            return f"{dotted(path)}: there is no list {dotted(path[: at + 1])}"
         else:
             node.setdefault(part, {})
         node = node[part]
