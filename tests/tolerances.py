@@ -1,0 +1,17 @@
+"""Every tolerance that several tests share, each with its reason."""
+
+# Layouts, fp32, AdamW eps 1e-5. Only the order of sums differs: 6e-7 of a gradient at first,
+# which 20 steps of a tiny model amplify some ten times in its loss and norm.
+PARITY_GRADIENT_ERROR = 5e-6
+PARITY_CURVE_RTOL = 1e-5
+# Scores of a choice taken and the next best must differ by more than layouts do, or it may flip.
+PARITY_MIN_GAP = 1e-5
+
+# Same formula, another order of fp32 sums; a few hundred terms each.
+FP32_REORDERED = 2e-6
+# bf16 keeps 8 bits; scores, weights and results are each rounded once (2^-9 relative each).
+BF16_ROUNDED = 1e-2
+# Absolute, on logits of order 1 after several layers in fp32 by two implementations.
+FP32_LOGITS = 1e-4
+# The same model's gradients: errors of all layers add up, and small gradients come from large terms.
+FP32_MODEL_GRADIENT = 2e-5

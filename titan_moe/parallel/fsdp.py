@@ -1,0 +1,103 @@
+"""FSDP2 and HSDP: weights sharded over the data-parallel ranks, gradients summed over them."""
+
+import logging
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titan_moe.config.sections import Parallelism, Training
+from titan_moe.layers.moe import MoE
+from titan_moe.mesh import Meshes
+from titan_moe.recipe import FsdpUnit, Sharding
+
+logger = logging.getLogger(__name__)
+
+
+def apply_fsdp(
+    model: nn.Module,
+    meshes: Meshes,
+    sharding: Sharding,
+    training: Training,
+    parallelism: Parallelism,
+) -> None:
+    """Shard `model` in place: the sharding's units in their order, then the root with what is left.
+
+    The same at any world size, 1 included. With dp_replicate above 1 this is HSDP. Gradients come
+    out as plain sums over ranks, formed in `mixed_precision_reduce`, whoever holds how many tokens:
+    the loss is already divided by the global count.
+
+    Raises:
+        ValueError: a unit's pattern matches no module, or one that an earlier unit has.
+    """
+    reshard = parallelism.fsdp_reshard_after_forward != "never"
+    wrapped: set[str] = set()
+    for unit in sharding.fsdp_units:
+        for name in _matches(model, unit, wrapped):
+            fully_shard(
+                model.get_submodule(name),
+                mesh=meshes.fsdp(unit.mesh),
+                reshard_after_forward=reshard,
+                mp_policy=_precision(unit.precision, training),
+            )
+            wrapped.add(name)
+    fully_shard(
+        model,
+        mesh=meshes.fsdp("dense"),
+        reshard_after_forward=reshard,
+        mp_policy=_precision("policy", training),
+    )
+    modules = fsdp_modules(model)
+    for module in modules:
+        # Neither call reaches nested modules. Unless told to sum, FSDP averages over its own ranks.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    logger.info(
+        "fsdp: %d units and the root, %d parameters, %s",
+        len(wrapped),
+        len(list(model.parameters())),
+        f"replicas {meshes.layout.dp_replicate} × shards {meshes.fsdp('dense').size(-1)}",
+    )
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every module that FSDP gathers, root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _matches(model: nn.Module, unit: FsdpUnit, wrapped: set[str]) -> list[str]:
+    names = [name for name, _ in model.named_modules() if _fits(name, unit.pattern)]
+    if not names and not _may_lack(model, unit.pattern):
+        raise ValueError(f"sharding: the FSDP unit {unit.pattern!r} matches no module of the model")
+    for name in names:
+        if any(f"{name}.".startswith(f"{earlier}.") for earlier in wrapped):
+            raise ValueError(
+                f"sharding: {name}, matched by {unit.pattern!r}, is in an FSDP unit already; "
+                f"list inner units first, each once"
+            )
+    return names
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Part by part: a * stays between two dots."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _may_lack(model: nn.Module, pattern: str) -> bool:
+    """Whether it may match nothing: in a stage without embedding or head, or of dense blocks."""
+    top = pattern.partition(".")[0]
+    if not hasattr(model, top):
+        return False
+    return getattr(model, top) is None or not any(isinstance(m, MoE) for m in model.modules())
+
+
+def _precision(unit: Literal["policy", "float32"], training: Training) -> MixedPrecisionPolicy:
+    if unit == "float32":
+        return MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+    )

@@ -1,0 +1,69 @@
+"""Every applier, in order, on one page: from a recipe to a model that trains on these processes.
+
+    meta -> slots -> recomputation -> FSDP2 or HSDP -> materialise -> initialise
+
+The model is built on meta, so that no process ever holds more than its own part.
+"""
+
+import torch
+from torch import nn
+
+from titan_moe.config.sections import RunConfig
+from titan_moe.layers.mask import plain_causal
+from titan_moe.layers.moe import MoE
+from titan_moe.mesh import Meshes
+from titan_moe.parallel.engine import Engine
+from titan_moe.parallel.fsdp import apply_fsdp
+from titan_moe.parallel.initialise import initialise, materialise
+from titan_moe.passes.recompute import apply_activation_checkpoint
+from titan_moe.recipe import Recipe
+
+
+def parallelize(
+    config: RunConfig,
+    recipe: Recipe,
+    meshes: Meshes,
+    device: torch.device,
+    *,
+    poison: bool = False,
+) -> Engine:
+    """Build this rank's part of the model and everything that it takes to train it. Collective.
+
+    poison: fill memory with NaN before it is initialised, for tests.
+    """
+    model = build_on_meta(config, recipe)
+    fill_slots(model, config)
+    apply_activation_checkpoint(model, config.activation_checkpoint)
+    apply_fsdp(model, meshes, recipe.load_sharding(), config.training, config.parallelism)
+    materialise(model, device, poison=poison)
+    initialise(model, config.debug.seed)
+    return Engine([model.train()], config, meshes, device)
+
+
+def build_on_meta(config: RunConfig, recipe: Recipe) -> nn.Module:
+    """The whole model, its weights in training.dtype, without memory for any of them."""
+    model_class = recipe.load_model_class()
+    stored = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, config.training.dtype))
+    try:
+        with torch.device("meta"):
+            model: nn.Module = model_class(
+                config.model,
+                layers=range(config.model.num_layers),
+                has_embedding=True,
+                has_head=True,
+            )
+    finally:
+        torch.set_default_dtype(stored)
+    return model
+
+
+def fill_slots(model: nn.Module, config: RunConfig) -> None:
+    """What layers leave to the run: attention's kernel and mask, and forced balance."""
+    if not config.training.document_mask:
+        setattr(model, "make_mask", plain_causal)  # noqa: B010 (a slot, not a submodule)
+    for module in model.modules():
+        if hasattr(module, "gather_kv"):  # attention, of whatever kind
+            setattr(module, "backend", config.training.attention_backend)  # noqa: B010
+        if isinstance(module, MoE):
+            module.force_balance = config.debug.moe_force_load_balance
