@@ -68,13 +68,15 @@ class Trainer:
 
     def run(self) -> None:
         """Train until the last step, or a signal to stop; either way what was learned is saved."""
-        batches = iter(self.loader)
+        batches, first_step = iter(self.loader), self.step + 1
         gc.disable()  # so that all ranks collect at the same steps, below
         with self.profiler:
             while self.step < self.config.training.steps:
                 with self.metrics.waiting_for_data():
                     batch = next(batches)
                 self._train_step(batch)
+                if self.step == first_step:
+                    self.world.shorten_timeouts(self.config.comm)
                 stopping = self.world.any(self.stop.received is not None)
                 last = stopping or self.step == self.config.training.steps
                 with self.metrics.paused():

@@ -9,8 +9,11 @@ class ConfigError(ValueError):
 
     def __init__(self, faults: Sequence[str]) -> None:
         assert faults, "a ConfigError needs a fault to tell"
-        super().__init__("\n".join(faults))
+        super().__init__(tuple(faults))  # as given, so that the error survives pickling
         self.faults = tuple(faults)
+
+    def __str__(self) -> str:
+        return "\n".join(self.faults)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class World:
         dist.destroy_process_group()
 
     def shorten_timeouts(self, comm: Comm) -> None:
-        """From `init_timeout_seconds` to `train_timeout_seconds`, once the first step is through."""
+        """Wait for `train_timeout_seconds` from now on: the first step, always slow, is through."""
         timeout = timedelta(seconds=comm.train_timeout_seconds)
         for group in list(dist.distributed_c10d._world.pg_map):
             if dist.get_rank(group) >= 0:
@@ -66,7 +66,7 @@ class World:
         return bool(flags.item())
 
     def on_first_rank(self, act: Callable[[], T]) -> T:
-        """Run `act` on rank 0 alone and give its result to all; if it raises, all raise. Collective.
+        """Run `act` on rank 0 and give its result to all; if it raises, all raise. Collective.
 
         Raises:
             ValueError: with rank 0's message, on every rank.

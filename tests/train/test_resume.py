@@ -1,0 +1,104 @@
+"""Killed, or told to stop, at any step: the run goes on as if nothing had happened, bit for bit."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.pool import Pool
+from tests.train.runs import (
+    assert_same,
+    finish,
+    kill,
+    lines_of,
+    start,
+    train_here,
+    wait_for_step,
+    write_recipe,
+)
+
+STEPS = 40
+LONG = f"--training.steps={STEPS}"
+
+KILLS = {
+    "one process": (1, 7, []),
+    "one process, two loader workers, asynchronous saves": (
+        1,
+        18,
+        ["--training.dataloader.num_workers=2", "--checkpoint.async_mode=async"],
+    ),
+    "two processes, two loader workers": (
+        2,
+        10,
+        ["--training.local_batch_size=4", "--training.dataloader.num_workers=2"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
+    """A recipe whose unbroken runs, on one process and on two, are there already."""
+    recipe = write_recipe(tmp_path_factory.mktemp("resume"))
+    pool.run(1, train_here, recipe, LONG, "--job.name=unbroken-1")
+    pool.run(2, train_here, recipe, LONG, "--job.name=unbroken-2", "--training.local_batch_size=4")
+    return recipe
+
+
+@pytest.mark.parametrize("case", KILLS)
+def test_a_killed_run_goes_on_bit_for_bit(recipe: Path, case: str) -> None:
+    processes, step, options = KILLS[case]
+    runs = recipe.parent / "runs"
+    run = runs / f"killed-{step}"
+    overrides = [LONG, f"--job.name={run.name}", *options]
+
+    victim = start(recipe, *overrides, processes=processes)
+    wait_for_step(victim, run / "metrics.jsonl", step)
+    kill(victim)
+    finish(victim)
+    before = lines_of(run / "metrics.jsonl")
+    assert step <= before[-1]["step"] < STEPS
+
+    code, output = finish(start(recipe, *overrides, processes=processes))
+    assert code == 0, output
+    assert "resuming after step" in output
+    after = lines_of(run / "metrics.jsonl")
+    unbroken = runs / f"unbroken-{processes}"
+    assert_same(after, lines_of(unbroken / "metrics.jsonl"))
+    assert {record["attempt"] for record in after} == {1, 2}
+    assert lines_of(run / "validation.jsonl") == lines_of(unbroken / "validation.jsonl")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_0(recipe: Path, number: signal.Signals) -> None:
+    runs = recipe.parent / "runs"
+    run = runs / f"stopped-by-{number.name}"
+    overrides = [LONG, f"--job.name={run.name}", "--checkpoint.interval=1000"]
+
+    process = start(recipe, *overrides)
+    wait_for_step(process, run / "metrics.jsonl", 5)
+    process.send_signal(number)
+    process.send_signal(number)  # in a hurry: no harm
+    code, output = finish(process)
+    assert code == 0, output
+    stopped_at = lines_of(run / "metrics.jsonl")[-1]["step"]
+    assert stopped_at < STEPS
+    assert f"stopped by {number.name} after step {stopped_at}" in output
+    assert (run / "checkpoint" / f"step-{stopped_at}" / "COMMITTED").is_file()
+
+    code, output = finish(start(recipe, *overrides))
+    assert code == 0, output
+    assert_same(lines_of(run / "metrics.jsonl"), lines_of(runs / "unbroken-1" / "metrics.jsonl"))
+
+
+def test_one_signalled_process_stops_all(recipe: Path) -> None:
+    """A signal reaches torchrun, which passes it on; it says 1 itself, whatever they did."""
+    run = recipe.parent / "runs" / "stopped-pair"
+    overrides = [LONG, f"--job.name={run.name}", "--training.local_batch_size=4"]
+    torchrun = start(recipe, *overrides, processes=2)
+    wait_for_step(torchrun, run / "metrics.jsonl", 5)
+    torchrun.terminate()
+    code, output = finish(torchrun)
+    assert code == 1
+    stopped_at = lines_of(run / "metrics.jsonl")[-1]["step"]
+    assert stopped_at < STEPS
+    assert (run / "checkpoint" / f"step-{stopped_at}" / "COMMITTED").is_file(), output
