@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import ConfigError, load_config
-from titan_moe.config.files import read_document
+from titan_moe.config.files import Document, read_document
 
 
 def write(folder: Path, **texts: str) -> None:
@@ -76,11 +76,22 @@ def test_a_replaced_value_is_laid_to_the_replacer_alone(start: Path) -> None:
     assert document.origin(("data", "sources", 0, "name")) == "tiny.toml"
 
 
+def test_what_was_replaced_as_a_whole_is_forgotten() -> None:
+    document = Document("d")
+    for writer, value in {"a": {"x": 1}, "b": {"x": 2}, "c": 3, "d": {"x": 4}}.items():
+        document.layer({"table": value}, writer)
+    assert document.tree == {"table": {"x": 4}}
+    assert document.origin(("table", "x")) == "d"
+
+
 def test_circles_are_refused(start: Path) -> None:
     write(start, a='extends = "b.toml"\n', b='extends = "./a.toml"\n')
     assert told("a.toml") == "b.toml: extends goes in a circle: a.toml -> b.toml -> a.toml"
     write(start, own='extends = "own.toml"\n')
     assert told("own.toml") == "own.toml: extends goes in a circle: own.toml -> own.toml"
+    write(start, around=f'extends = "../{start.name}/around.toml"\n')
+    circle = f"around.toml -> ../{start.name}/around.toml"
+    assert told("around.toml") == f"around.toml: extends goes in a circle: {circle}"
 
 
 def test_a_diamond_is_no_circle(start: Path) -> None:

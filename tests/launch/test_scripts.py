@@ -20,6 +20,7 @@ case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip install"*) sleep "${SLOW:-0}"; exit "${BROKEN:-0}" ;;
     "-m pip --version") [ -x "$0" ] ;;
+    *cli.main*) shift 3; for argument in "$@"; do echo "<$argument>"; done ;;
 esac
 """
 
@@ -86,8 +87,9 @@ def test_it_is_bash_and_can_be_run(script: str) -> None:
 
 
 def test_the_first_launch_sets_up_and_later_ones_do_not(checkout: Checkout) -> None:
-    code, _, asked = checkout.run("run_train.sh", "my config.toml", "--training.steps=3")
+    code, output, asked = checkout.run("run_train.sh", "my config.toml", "--training.steps=3")
     assert code == 0
+    assert output.endswith("\n<my config.toml>\n<--training.steps=3>\n")
     assert asked == [MAKE, INSTALL, f"{TRAIN} my config.toml --training.steps=3"]
     code, output, asked = checkout.run("run_train.sh")
     assert (code, output, asked) == (0, "", [TRAIN])
