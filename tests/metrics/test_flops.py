@@ -1,10 +1,14 @@
 """FLOPs per token against published models and against a count of every multiplication."""
 
+from pathlib import Path
+
 import pytest
 
+from titan_moe.config import load_config
 from titan_moe.config.model import AttentionShape, ModelConfig
 from titan_moe.metrics.flops import model_flops_per_token
 
+REPOSITORY = Path(__file__).parents[2]
 SEQ_LEN = 4096
 GIGA = 1e9
 
@@ -103,6 +107,13 @@ def test_published_models(
 ) -> None:
     total = model_flops_per_token(cfg, SEQ_LEN, num_mtp_layers).total
     assert round(total / GIGA, digits) == gigaflops
+
+
+def test_the_recipe_counts_as_published() -> None:
+    cfg = load_config(REPOSITORY / "train_configs" / "deepseek_v3" / "671b.toml").model
+    for num_mtp_layers in (0, 1):
+        counted = model_flops_per_token(cfg, SEQ_LEN, num_mtp_layers)
+        assert counted == model_flops_per_token(DEEPSEEK_V3, SEQ_LEN, num_mtp_layers)
 
 
 def tiny(**overrides: int | None) -> GroupedQueryConfig:

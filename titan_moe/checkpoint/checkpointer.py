@@ -57,7 +57,11 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         # Ranks meet here and nowhere else: background writing must not mix with training's groups.
         self._group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            dist.new_group(
+                backend="gloo",
+                timeout=timedelta(seconds=timeout_seconds),
+                group_desc="checkpoint",
+            )
             if dist.is_initialized()
             else None
         )
