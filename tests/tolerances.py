@@ -15,3 +15,6 @@ BF16_ROUNDED = 1e-2
 FP32_LOGITS = 1e-4
 # The same model's gradients: errors of all layers add up, and small gradients come from large terms.
 FP32_MODEL_GRADIENT = 2e-5
+
+# A norm of fp32 gradients, summed in fp64 in another order.
+NORM_RTOL = 1e-12

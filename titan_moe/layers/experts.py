@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_moe.layers.grouped import grouped_mm
 from titan_moe.layers.init import Init, Normal
 
 
@@ -38,9 +39,9 @@ class Experts(nn.Module):
         """
         if self.backend == "loop":
             return self._loop(rows_RD, offsets_E)
-        gate_RF = F.grouped_mm(rows_RD, self.gate, offs=offsets_E)
-        up_RF = F.grouped_mm(rows_RD, self.up, offs=offsets_E)
-        return F.grouped_mm(F.silu(gate_RF) * up_RF, self.down, offs=offsets_E)
+        gate_RF = grouped_mm(rows_RD, self.gate, offsets_E)
+        up_RF = grouped_mm(rows_RD, self.up, offsets_E)
+        return grouped_mm(F.silu(gate_RF) * up_RF, self.down, offsets_E)
 
     def _loop(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
         outputs, start = [], 0

@@ -5,6 +5,7 @@ B batch, S queries, T keys, H query heads, G key heads, D width of queries and k
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from titan_moe.layers.mask import AttentionMask
 
 
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    """Uncompiled, flex_attention would form every score."""
-    return torch.compile(flex_attention)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Uncompiled, flex_attention would form every score, and create_block_mask the whole mask."""
+    return torch.compile(function)
 
 
 def block_mask_of(mask: AttentionMask) -> BlockMask:
@@ -28,14 +29,13 @@ def block_mask_of(mask: AttentionMask) -> BlockMask:
         same_document = documents_BS[batch, query] == documents_BT[batch, key]
         return same_document & (order_S[query] >= order_T[key])
 
-    return create_block_mask(
+    return _compiled(create_block_mask)(
         visible,
         B=documents_BS.shape[0],
         H=None,
         Q_LEN=documents_BS.shape[1],
         KV_LEN=documents_BT.shape[1],
         device=documents_BS.device,
-        _compile=True,  # uncompiled, it would form the S x T mask
     )
 
 
@@ -53,7 +53,7 @@ def flex(
             'attention backend "flex" is for document masks: with training.document_mask = false '
             "set training.attention_backend to sdpa"
         )
-    out_BHSV = _compiled()(
+    out_BHSV = _compiled(flex_attention)(
         q_BSHD.transpose(1, 2),
         k_BTGD.transpose(1, 2),
         v_BTGV.transpose(1, 2),
