@@ -44,7 +44,7 @@ def grad_norm(
             total += norm**p * (_slices(gradient) / ranks_per_stage)
     if p == math.inf:
         # A maximum over ranks may drop nan, but never inf.
-        total = torch.nan_to_num(total, nan=math.inf)
+        total = torch.nan_to_num(total, nan=math.inf, posinf=math.inf)
         dist.all_reduce(total, dist.ReduceOp.MAX)
         return total
     dist.all_reduce(total)

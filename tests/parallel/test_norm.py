@@ -1,0 +1,123 @@
+"""The gradient norm: each parameter of the whole model once, whatever its mesh and its replicas."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from recipes.deepseek_v3.model import Model
+from tests.parity.tiny import MODEL, Case, build
+from tests.pool import Pool
+from tests.tolerances import NORM_RTOL
+from titan_moe.mesh import Layout, Meshes
+from titan_moe.parallel.norm import clip_grads, grad_norm
+
+CPU = torch.device("cpu")
+
+
+def norms_of_ones(case: Case) -> tuple[float, float]:
+    engine, _ = build(case, seed=0)
+    for parameter in engine.parts[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return engine.grad_norm().item(), engine.grad_norm(math.inf).item()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(shards=2), Case(shards=4), Case(shards=2, replicas=2), Case(replicas=4)],
+    ids=str,
+)
+def test_all_gradients_one_give_root_of_n(pool: Pool, case: Case) -> None:
+    with torch.device("meta"):
+        layers = range(MODEL.num_layers)
+        whole = Model(MODEL, layers=layers, has_embedding=True, has_head=True)
+    elements = sum(parameter.numel() for parameter in whole.parameters())
+    for norm, largest in pool.run(case.world, norms_of_ones, case):
+        assert norm == pytest.approx(math.sqrt(elements), rel=NORM_RTOL)
+        assert largest == 1.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A value to put into one gradient before the norm is taken."""
+
+    value: float
+    rank: int
+
+
+def gradients() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"dense": (7, 3), "norm": (5,), "experts": (3, 4, 5), "wide": (2, 4, 6)}
+    return {name: torch.randn(s, generator=generator) for name, s in shapes.items()}
+
+
+def folded(fault: Fault | None) -> tuple[float, float, float]:
+    """2 shards × 2 tensor-parallel ranks, which are 4 expert-parallel ranks to the experts.
+
+    Dense weights know nothing of tp, whose ranks hold them twice; 3 experts leave one rank without.
+    """
+    meshes = Meshes.build(Layout(dp_shard=2, tp=2, ep=4), "cpu")
+    parameters = []
+    for name, gradient in gradients().items():
+        mesh, dim = {
+            "dense": (meshes.fsdp("dense"), 0),
+            "norm": (meshes.fsdp("dense"), 0),
+            "experts": (meshes.sparse["ep"], 0),
+            "wide": (meshes.sparse["ep"], 2),
+        }[name]
+        sharded = distribute_tensor(gradient, mesh, [Shard(dim)])
+        parameter = nn.Parameter(torch.zeros_like(sharded))
+        parameter.grad = sharded
+        parameters.append(parameter)
+    if fault and meshes.dense.get_rank() == fault.rank:
+        parameters[0].grad.to_local()[0] = fault.value
+    p2, p3, largest = (grad_norm(parameters, 4, CPU, p).item() for p in (2.0, 3.0, math.inf))
+    return p2, p3, largest
+
+
+def test_meshes_that_differ_between_parameters(pool: Pool) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in gradients().values()]).double()
+    for answers in pool.run(4, folded, None):
+        for answer, p in zip(answers, (2.0, 3.0, math.inf), strict=True):
+            assert answer == pytest.approx(flat.norm(p).item(), rel=NORM_RTOL)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows_on_every_rank(pool: Pool, value: float) -> None:
+    for answers in pool.run(4, folded, Fault(value, rank=3)):
+        assert not any(map(math.isfinite, answers))
+
+
+def stage_without_parameters() -> tuple[float, float]:
+    meshes = Meshes.build(Layout(pp=2, dp_shard=2), "cpu")
+    parameters = []
+    if meshes.dense.get_local_rank("pp") == 0:
+        ones = distribute_tensor(torch.ones(5, 5), meshes.fsdp("dense"), [Shard(0)])
+        parameters.append(nn.Parameter(torch.zeros_like(ones)))
+        parameters[0].grad = ones
+    return tuple(grad_norm(parameters, 2, CPU, p).item() for p in (2.0, math.inf))
+
+
+def test_a_stage_without_parameters(pool: Pool) -> None:
+    assert pool.run(4, stage_without_parameters) == [(5.0, 1.0)] * 4
+
+
+def clipped(max_norm: float) -> tuple[float, bool]:
+    mesh = Meshes.build(Layout(dp_shard=2), "cpu").fsdp("dense")
+    threes = distribute_tensor(torch.full((3, 3), 3.0), mesh, [Shard(0)])
+    parameter = nn.Parameter(torch.zeros_like(threes))
+    parameter.grad = threes
+    clip_grads([parameter], grad_norm([parameter], 2, CPU), max_norm)
+    untouched = torch.equal(parameter.grad.full_tensor(), torch.full((3, 3), 3.0))
+    return grad_norm([parameter], 2, CPU).item(), untouched
+
+
+def test_clipping(pool: Pool) -> None:
+    for norm, untouched in pool.run(2, clipped, 0.5):
+        assert norm == pytest.approx(0.5, rel=1e-6)  # CLIP_EPS of 9, and a factor in fp32
+        assert not untouched
+    for _, untouched in pool.run(2, clipped, 10.0):
+        assert untouched
