@@ -1,6 +1,7 @@
 """What a person sees, character for character."""
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -37,15 +38,15 @@ def test_columns() -> None:
     console.step(record(13, moe=dict.fromkeys(record(1)["moe"])))
     assert stream.getvalue().splitlines() == [
         "   step  done     left      loss  grad norm        lr    tokens/s   TFLOP/s     MFU"
-        "  max load",
+        "  imbalance  dead",
         "  9/300    3%   4m 51s    5.4321      1.235  1.00e-03       3,412     0.041       -"
-        "     +0.85",
+        "       0.85     0",
         "300/300  100%       0s         -      1.235  1.00e-03   2,000,000     417.3   42.2%"
-        "     +0.85",
+        "       0.85     0",
         " 12/300    4%   4m 48s    5.4321      1.235  1.00e-03       3,412     0.041       -"
-        "  +12.00, 3 dead",
+        "      12.00     3",
         " 13/300    4%   4m 47s    5.4321      1.235  1.00e-03       3,412     0.041       -"
-        "         -",
+        "          -     -",
     ]
 
 
@@ -61,6 +62,8 @@ def test_colour_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         return stream.getvalue()
 
     assert "\x1b[" in written(Terminal())
+    uncoloured = re.sub(r"\x1b\[[0-9;]*m", "", written(Terminal()))
+    assert uncoloured == written(io.StringIO())
     assert "\x1b[" not in written(Terminal(), color=False)
     assert "\x1b[" not in written(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")

@@ -50,7 +50,6 @@ def _cells(record: dict[str, Any], total_steps: int) -> list[tuple[str, int, str
     step, moe = record["step"], record["moe"]
     left = duration((total_steps - step) * record["step_seconds"])
     dead = moe["dead_experts"]
-    balance = _number(moe["max_violation"], "+.2f") + (f", {dead} dead" if dead else "")
     step_width = 2 * len(str(total_steps)) + 1
     return [
         ("step", max(step_width, 6), f"{step}/{total_steps}", _CYAN),
@@ -62,7 +61,8 @@ def _cells(record: dict[str, Any], total_steps: int) -> list[tuple[str, int, str
         ("tokens/s", 10, _number(record["tokens_per_second"], ",.0f"), ""),
         ("TFLOP/s", 8, _number(record["tflops_per_device"], ".4g"), ""),
         ("MFU", 6, _number(record["mfu"], ".1%"), ""),
-        ("max load", 8, balance, _RED if dead else ""),
+        ("imbalance", 9, _number(moe["max_violation"], ".2f"), ""),
+        ("dead", 4, _number(dead, "d"), _RED if dead else ""),
     ]
 
 
