@@ -113,8 +113,7 @@ class Trainer:
                 f"step {self.step + 1}: the gradient's norm is {float(grad_norm)}, the loss "
                 f"{float(output.loss)}; no weight was changed"
             )
-        if training.max_norm is not None:
-            self.engine.clip_grads(grad_norm, training.max_norm)
+        self.engine.clip_grads(grad_norm, training.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         counts_LE = self.engine.update_routers()
@@ -193,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup_logging(int(os.environ.get("RANK", "0")))
     try:
         path, overrides = config_and_overrides(given, os.environ)
-        config = load_config(path, overrides, world=int(os.environ.get("WORLD_SIZE", "1")))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        config = load_config(path, overrides, world=world_size, on_disk=True)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -53,12 +53,12 @@ z_loss_weight = 0.001
 bias_update_rate = 0.01
 max_seq_len = 64
 [training]
-local_batch_size = 8
 global_batch_size = 8
 seq_len = 64
 steps = 20
 [lr_scheduler]
 warmup_steps = 5
+total_steps = 40
 [data]
 num_streams = 8
 [[data.sources]]

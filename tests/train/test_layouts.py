@@ -13,10 +13,10 @@ REPLICATE = "--parallelism.data_parallel_replicate_degree"
 ROWS = "--training.local_batch_size"
 
 LAYOUTS = {
-    "fsdp 2": (2, [f"{ROWS}=4"]),
-    "fsdp 4": (4, [f"{ROWS}=2"]),
-    "hsdp 2 × 2": (4, [f"{ROWS}=2", f"{REPLICATE}=2"]),
-    "replicas 2": (2, [f"{ROWS}=4", f"{REPLICATE}=2"]),
+    "fsdp 2": (2, []),
+    "fsdp 4": (4, []),
+    "hsdp 2 × 2": (4, [f"{REPLICATE}=2"]),
+    "replicas 2": (2, [f"{REPLICATE}=2"]),
     "accumulation 4": (1, [f"{ROWS}=2"]),
     "fsdp 2, accumulation 4": (2, [f"{ROWS}=1"]),
     "hsdp 2 × 2, accumulation 2": (4, [f"{ROWS}=1", f"{REPLICATE}=2"]),

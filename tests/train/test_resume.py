@@ -30,7 +30,7 @@ KILLS = {
     "two processes, two loader workers": (
         2,
         10,
-        ["--training.local_batch_size=4", "--training.dataloader.num_workers=2"],
+        ["--training.dataloader.num_workers=2"],
     ),
 }
 
@@ -40,7 +40,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, pool: Pool) -> Path:
     """A recipe whose unbroken runs, on one process and on two, are there already."""
     recipe = write_recipe(tmp_path_factory.mktemp("resume"))
     pool.run(1, train_here, recipe, LONG, "--job.name=unbroken-1")
-    pool.run(2, train_here, recipe, LONG, "--job.name=unbroken-2", "--training.local_batch_size=4")
+    pool.run(2, train_here, recipe, LONG, "--job.name=unbroken-2")
     return recipe
 
 
@@ -93,7 +93,7 @@ def test_a_signal_saves_and_exits_with_0(recipe: Path, number: signal.Signals) -
 def test_one_signalled_process_stops_all(recipe: Path) -> None:
     """A signal reaches torchrun, which passes it on; it says 1 itself, whatever they did."""
     run = recipe.parent / "runs" / "stopped-pair"
-    overrides = [LONG, f"--job.name={run.name}", "--training.local_batch_size=4"]
+    overrides = [LONG, f"--job.name={run.name}"]
     torchrun = start(recipe, *overrides, processes=2)
     wait_for_step(torchrun, run / "metrics.jsonl", 5)
     torchrun.terminate()

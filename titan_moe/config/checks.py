@@ -85,10 +85,12 @@ def degrees_fill_world(config: RunConfig, world: int | None) -> Faults:
 def batch_divides(config: RunConfig, world: int | None) -> Faults:
     training = config.training
     degree = data_parallel_degree(config, world) or 1
-    each = degree * training.local_batch_size
-    if training.global_batch_size % each:
-        product = f"{degree} data-parallel ranks * local_batch_size {training.local_batch_size}"
-        yield Fault("training.global_batch_size", f"not a multiple of {product} = {each}")
+    rows = training.local_batch_size or 1
+    if training.global_batch_size % (degree * rows):
+        product = f"{degree} data-parallel ranks"
+        if training.local_batch_size:
+            product += f" * local_batch_size {rows} = {degree * rows}"
+        yield Fault("training.global_batch_size", f"not a multiple of {product}")
 
 
 def ranks_share_streams(config: RunConfig, world: int | None) -> Faults:

@@ -93,7 +93,9 @@ class DataLoader(Section):
 class Training(Section):
     """`[training]`: the batch, the length of the run, numerics."""
 
-    local_batch_size: PositiveInt = Field(description="sequences per micro-batch and rank")
+    local_batch_size: PositiveInt | None = Field(
+        None, description="sequences per micro-batch and rank; absent: a rank's share of the step"
+    )
     global_batch_size: PositiveInt = Field(
         description="sequences per optimizer step; always explicit"
     )
@@ -122,6 +124,10 @@ class Training(Section):
     )
     gc_freq: PositiveInt = Field(50, description="steps between garbage collections")
     dataloader: DataLoader = Field(DataLoader(), description="how batches are brought")
+
+    def rows_per_micro_batch(self, dp_degree: int) -> int:
+        """Sequences that one of `dp_degree` data ranks computes at once."""
+        return self.local_batch_size or self.global_batch_size // dp_degree
 
 
 class Source(Section):
@@ -180,7 +186,9 @@ class Validation(Section):
 
     enable: bool = Field(False, description="validate at freq and at the end")
     freq: PositiveInt = Field(100, description="steps between validations")
-    local_batch_size: PositiveInt | None = Field(None, description="absent: training's")
+    local_batch_size: PositiveInt | None = Field(
+        None, description="sequences per rank at once; absent: training's"
+    )
     sets: tuple[ValidationSet, ...] = Field(
         (), strict=False, description="what is validated, one table each"
     )

@@ -100,7 +100,8 @@ def build_validation(config: RunConfig, dp_rank: int, dp_degree: int) -> list[Va
                 _encoder(data, tokenizer),
                 _rules(config),
                 max_tokens=section.max_tokens,
-                rows_per_batch=validation.local_batch_size or training.local_batch_size,
+                rows_per_batch=validation.local_batch_size
+                or training.rows_per_micro_batch(dp_degree),
                 dp_rank=dp_rank,
                 dp_degree=dp_degree,
             )

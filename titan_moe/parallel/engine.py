@@ -51,7 +51,7 @@ class Engine:
         self.parts = parts
         self._model: Any = parts[0]
         self._device = device
-        self._rows = config.training.local_batch_size
+        self._rows = config.training.rows_per_micro_batch(meshes.dp_degree)
         self._validation_rows = config.validation.local_batch_size or self._rows
         self._loss_group = meshes.loss_group
         self._ranks_per_stage = meshes.layout.world // meshes.layout.pp
