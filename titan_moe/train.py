@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config import ConfigError, RunConfig, load_config
@@ -198,7 +198,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     world = World.join(config.comm)
-    train(config, world, stop)
+    try:
+        train(config, world, stop)
+    except ValueError as error:  # the user's to mend, and told as such; where from is in the logs
+        logger.debug("refused", exc_info=True)
+        get_error_handler().record_exception(error)  # for torchrun's last word
+        print(f"titan-moe: {error}", file=sys.stderr, flush=True)
+        return 2
     world.leave()
     return 0
 

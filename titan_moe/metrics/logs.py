@@ -12,7 +12,7 @@ def setup_logging(rank: int, logs_folder: Path | None = None) -> None:
 
     Rank 0 prints everything from INFO on to standard output; other ranks print warnings and errors
     to standard error, marked with their rank. With `logs_folder`, every rank also writes
-    rank<r>.log there, with times. Other packages are heard from WARNING on.
+    rank<r>.log there, with times and from DEBUG on. Other packages are heard from WARNING on.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if handler.name == _OURS]:
@@ -34,4 +34,4 @@ def setup_logging(rank: int, logs_folder: Path | None = None) -> None:
         root.addHandler(handler)
     root.setLevel(logging.WARNING)
     for ours in ("titan_moe", "__main__"):  # the loop is __main__ under `torchrun -m`
-        logging.getLogger(ours).setLevel(logging.INFO)
+        logging.getLogger(ours).setLevel(logging.DEBUG)

@@ -53,10 +53,13 @@ class World:
         dist.destroy_process_group()
 
     def shorten_timeouts(self, comm: Comm) -> None:
-        """Wait for `train_timeout_seconds` from now on: the first step, always slow, is through."""
+        """Wait for `train_timeout_seconds` from now on: the first step, always slow, is through.
+
+        Where checkpoints meet, the slowest disk sets the pace; that group keeps its own timeout.
+        """
         timeout = timedelta(seconds=comm.train_timeout_seconds)
         for group in list(dist.distributed_c10d._world.pg_map):
-            if dist.get_rank(group) >= 0:
+            if dist.get_rank(group) >= 0 and group.group_desc != "checkpoint":
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def any(self, flag: bool) -> bool:
