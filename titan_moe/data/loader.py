@@ -3,11 +3,14 @@
 R rows of this rank in a step, S seq_len, F fields of a row (packing.FIELDS).
 """
 
+import atexit
 import logging
 import signal
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -20,6 +23,17 @@ from titan_moe.data.shard import Failure, Item, Shard
 from titan_moe.data.state import State
 
 logger = logging.getLogger(__name__)
+
+
+# Loaders whose processes may run. At exit Python asks such processes to terminate, which they do not
+# mind (see StepLoader._start), and waits for them; so they are told before.
+_running: "weakref.WeakSet[StepLoader]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for loader in list(_running):
+        loader.close()
 
 
 class StepLoader:
@@ -59,6 +73,7 @@ class StepLoader:
     def __next__(self) -> dict[str, Tensor]:
         if self._items is None:
             self._items = self._start()
+            _running.add(self)
         items = [self._receive() for _ in range(self._num_items)]
         self._sequences += self._shard.global_batch_size
         self._counts = items[0].counts
@@ -98,6 +113,7 @@ class StepLoader:
         """Stop the loader processes. Iterating afterwards goes on from the last step yielded."""
         shut_down = getattr(self._items, "_shutdown_workers", None)
         self._items = None
+        _running.discard(self)
         if shut_down is not None:  # absent where no process was started
             shut_down()
 
@@ -107,6 +123,9 @@ class StepLoader:
         workers = self._num_items if self._section.num_workers else 0
         # A stop signal goes to the whole process group, but the trainer still wants to finish its
         # step and save: children inherit the mask, so they never see it and end with the trainer.
+        # (Python's resource tracker lifts the mask when it is started, hence before.)
+        if workers:
+            resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             with warnings.catch_warnings():

@@ -17,8 +17,8 @@ class Mixture:
     Shares stay as close to the weights as is possible at all: |v_i - w_i n| <= 1 - 1/(2k - 2) at
     every n, so never a whole sequence off (R. Tijdeman, "The chairman assignment problem", Discrete
     Mathematics 32, 1980). A source's next turn opens when it is 1/(2k - 2) behind its share and is
-    due before it would be more than the bound behind; of the open turns the one due first is taken,
-    ties by index. All in integers, so every machine computes the same.
+    due when it would otherwise fall behind by more than the bound; of the open turns the one due
+    first is taken, ties by index. All in integers, so every machine computes the same.
 
     counts: v_i at `sequence`; together they are the whole state. None: at sequence 0.
     """
@@ -45,9 +45,9 @@ class Mixture:
         return -(-numerator // (self._grain * self._shares[source]))
 
     def _due(self, source: int) -> int:
-        """Last n + 1 at which the source's next turn may be taken."""
+        """Last n + 1 at which the source may take its next turn without falling too far behind."""
         numerator = ((self.counts[source] + 1) * self._grain - 1) * self._total
-        return numerator // (self._grain * self._shares[source])
+        return numerator // (self._grain * self._shares[source]) + 1
 
     def next(self) -> int:
         """Index of the source of the next sequence."""

@@ -23,7 +23,7 @@ def is_hub_folder(folder: Path) -> bool:
 
 
 class HubReader(Reader):
-    """Cursor: [position of `datasets` (its state_dict) at some earlier row, rows after it].
+    """Cursor: [position of `datasets` (its state_dict) at some earlier row, that row, the row].
 
     `datasets` says where a stream stands as a dict; taking it at every row would cost more than
     reading the row.
@@ -40,18 +40,17 @@ class HubReader(Reader):
 
     def documents(self, cursor: Cursor | None) -> Iterator[Document]:
         dataset = self._open()
-        snapshot, rows_after = cursor or (None, 0)
+        snapshot, snapshot_row, first_row = cursor or (None, 0, 0)
         if snapshot is not None:
             dataset.load_state_dict(snapshot)
-        where = f"{self._path} ({self._split})"
-        number = 0  # rows since the snapshot
-        for row in dataset:
-            if number >= rows_after:
-                read = partial(text_of, row, self._text_field, where)
-                yield Document([snapshot, number], read)
-            number += 1
-            if number == SNAPSHOT_ROWS:
-                snapshot, number, rows_after = dataset.state_dict(), 0, 0
+        for number, row in enumerate(dataset, snapshot_row):
+            if number >= first_row:
+                yield Document([snapshot, snapshot_row, number], partial(self._text, row, number))
+            if number + 1 - snapshot_row == SNAPSHOT_ROWS:
+                snapshot, snapshot_row = dataset.state_dict(), number + 1
+
+    def _text(self, row: Any, number: int) -> str:
+        return text_of(row, self._text_field, f"{self._path} ({self._split}), row {number + 1}")
 
     def _open(self) -> Any:
         from datasets import load_dataset  # takes seconds to import, and only a hub source needs it
