@@ -49,7 +49,7 @@ class Pool:
         world: int,
         case: Callable[..., Any],
         *args: Any,
-        timeout_seconds: float = 60.0,
+        timeout_seconds: float = 180.0,
         **kwargs: Any,
     ) -> list[Any]:
         """Run `case(*args, **kwargs)` on `world` ranks of a fresh gloo group.

@@ -93,11 +93,11 @@ def test_sharding_leaves_the_bits_and_no_poison(pool: Pool, layout: Layout) -> N
 
 def test_every_name_and_seed_has_values_of_its_own() -> None:
     zero, one = build(seed=0), build(seed=1)
-    pieces = [zero["first.weight"], zero["second.weight"], one["first.weight"], zero["experts"]]
-    pieces += list(zero["experts"])  # no two stacked experts alike either
-    firsts = [float(piece.flatten()[0] / piece.std()) for piece in pieces[:4]]
-    assert len(set(firsts)) == 4
-    assert len({tuple(expert.flatten().tolist()) for expert in zero["experts"]}) == 3
+    pieces = [zero["first.weight"], zero["second.weight"], one["first.weight"]]
+    pieces += [expert * 0.02 for expert in zero["experts"]]  # nor are two stacked experts alike
+    for index, piece in enumerate(pieces):
+        for other in pieces[:index]:
+            assert not torch.isclose(piece.flatten()[:20], other.flatten()[:20]).any()
     assert 0.9 < float(zero["experts"].std()) < 1.1
     assert 0.015 < float(zero["second.weight"].std()) < 0.025
 

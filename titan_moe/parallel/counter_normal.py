@@ -3,9 +3,9 @@
 Each element of a tensor is computed from its own index alone, so that a rank computes just the
 slice it holds. Bits agree between devices, and between any two slices of one tensor, because only
 integer operations and the correctly rounded + - × ÷ sqrt are used, one torch op each (no
-fused multiply-add). torch's own log, cos and erfinv will not do: the vectorised body of a CPU loop
-and its scalar tail round differently, and so do CPUs and GPUs. Divisions are never by a
-Python number, which CUDA turns into a multiplication by its rounded reciprocal.
+fused multiply-add). torch's own log, cos and erfinv will not do: no standard says how they round,
+and a CPU loop's vectorised body, its scalar tail and a GPU may each do it their way. Divisions are
+never by a Python number, which CUDA turns into a multiplication by its rounded reciprocal.
 """
 
 import hashlib
