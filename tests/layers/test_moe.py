@@ -132,6 +132,24 @@ def _with_weights(moe: MoE) -> MoE:
     return moe
 
 
+def test_recomputation_keeps_the_choice_where_scores_come_out_otherwise() -> None:
+    """Near-ties: a forward run again need not repeat the last bits that the choice hung on."""
+    moe = build(balance_loss_weight=0.3)
+    x_BSD, valid_BS = batch()
+    dispatch, score = moe.dispatcher.dispatch, moe.router.scores
+    seen: list[Tensor] = []
+
+    def watch(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Any:
+        seen.append(ids_TK.clone())
+        return dispatch(x_TD, ids_TK, weights_TK)
+
+    moe.dispatcher.dispatch = watch  # type: ignore[method-assign]
+    moe.router.scores = lambda x: score(x * (-1.0 if seen else 1.0))  # type: ignore[method-assign]
+    recompute(moe, x_BSD.requires_grad_(), valid_BS).sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
 def test_output_is_the_weighted_experts_plus_the_shared_one() -> None:
     moe = build().eval()
     x_BSD, valid_BS = batch()

@@ -185,6 +185,16 @@ def test_balance_settings_are_honoured_layer_by_layer() -> None:
         assert moved == pytest.approx(rate, abs=1e-6)
 
 
+def test_padding_is_not_counted() -> None:
+    cfg = config(balance_loss_weight=0.1)
+    model, inputs = whole(cfg), batch()
+    inputs["document_ids_BS"] = torch.zeros(2, 40, dtype=torch.int64)
+    inputs["document_ids_BS"][0, 25:] = -1
+    model(inputs["tokens_BS"], **inputs)
+    for layer in (1, 2, 3):
+        assert model.layers[str(layer)].moe.counts.sum() == (25 + 40) * cfg.top_k
+
+
 def test_slots_reach_every_layer() -> None:
     model, inputs = whole(config()), batch()
     inputs["document_ids_BS"] = (torch.arange(40) // 20).expand(2, 40)

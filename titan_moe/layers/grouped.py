@@ -13,7 +13,8 @@ from torch import Tensor
 def grouped_mm(rows_RD: Tensor, weights_EDF: Tensor, offsets_E: Tensor) -> Tensor:
     """out_RF: rows before offsets_E[0] times weights_EDF[0], those from there to the next ...
 
-    offsets_E: int32, the last one R. Groups may be empty.
+    offsets_E: int32, the last one R. Groups may be empty. torch refuses an expanded gradient of the
+    result (`out.sum()` makes one; weighting the rows makes a whole one of it).
     """
     if rows_RD.dtype == torch.bfloat16:
         return F.grouped_mm(rows_RD, weights_EDF, offs=offsets_E)
@@ -48,7 +49,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad_RF: Tensor) -> tuple[Tensor, Tensor, None]:
     rows_RD, weights_EDF, offsets_E = ctx.saved_tensors
-    grad_RF = grad_RF.contiguous()  # torch refuses an expanded one
     grad_rows_RD = _grouped_mm(grad_RF, weights_EDF.transpose(1, 2), offsets_E)
     return grad_rows_RD, _grouped_outer(rows_RD, grad_RF, offsets_E), None
 
