@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 RANKS = (
     ("config",),
     ("recipe", "layers"),
-    ("mesh",),
+    ("mesh", "world"),
     ("parallel", "passes", "data", "optim", "checkpoint", "metrics"),
     ("parallelize",),
     ("planner",),

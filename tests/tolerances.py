@@ -13,7 +13,7 @@ FP32_REORDERED = 2e-6
 BF16_ROUNDED = 1e-2
 # Absolute, on logits of order 1 after several layers in fp32 by two implementations.
 FP32_LOGITS = 1e-4
-# The same model's gradients: errors of all layers add up, and small gradients come from large terms.
+# The same model's gradients: errors of all layers add up; small gradients come from large terms.
 FP32_MODEL_GRADIENT = 2e-5
 
 # A norm of fp32 gradients, summed in fp64 in another order.

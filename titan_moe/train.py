@@ -23,9 +23,9 @@ from titan_moe.metrics.logs import setup_logging
 from titan_moe.metrics.profiling import Profiler
 from titan_moe.metrics.run_folder import RunFolder
 from titan_moe.optim import build_optimizer, learning_rate
-from titan_moe.parallel.world import StopSignal, World
 from titan_moe.parallelize import parallelize
 from titan_moe.recipe import load_recipe
+from titan_moe.world import StopSignal, World, any_rank, gather, on_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Trainer:
     def __init__(self, config: RunConfig, world: World, stop: StopSignal) -> None:
         self.config, self.world, self.stop = config, world, stop
         self.folder = RunFolder(config.job.dump_folder, config.job.name)
-        world.on_first_rank(lambda: self.folder.prepare(config))
+        on_first_rank(lambda: self.folder.prepare(config))
         setup_logging(world.rank, self.folder.logs)
 
         meshes = Meshes.build(Layout.of(config.parallelism, world.size), world.device.type)
@@ -77,7 +77,7 @@ class Trainer:
                 self._train_step(batch)
                 if self.step == first_step:
                     self.world.shorten_timeouts(self.config.comm)
-                stopping = self.world.any(self.stop.received is not None)
+                stopping = any_rank(self.stop.received is not None)
                 last = stopping or self.step == self.config.training.steps
                 with self.metrics.paused():
                     if self._is_due(self.config.validation.freq) and not stopping:
@@ -167,7 +167,7 @@ class Trainer:
     def _save(self) -> None:
         if not self.config.checkpoint.enable:
             return
-        data = merge_states(self.world.gather(self.loader.state()))
+        data = merge_states(gather(self.loader.state()))
         self.checkpointer.save(
             self.step,
             {

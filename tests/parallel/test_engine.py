@@ -26,6 +26,7 @@ from tests.tolerances import PARITY_CURVE_RTOL, PARITY_GRADIENT_ERROR
 from titan_moe.mesh import Layout, Meshes
 from titan_moe.optim import build_optimizer
 from titan_moe.parallelize import parallelize
+from titan_moe.world import any_rank
 
 SEED = 0
 
@@ -140,7 +141,7 @@ def test_validation_leaves_no_trace(pool: Pool, reshard: Any) -> None:
 
 
 def agree(world: int) -> tuple[bool, bool, list[int], float]:
-    """`any`, and a model without a single MoE layer."""
+    """Of the world, and of a model without a single MoE layer."""
     case = Case(shards=world)
     dense = {"num_dense_layers": MODEL.num_layers}
     for key in ("balance_loss_weight", "z_loss_weight", "bias_update_rate"):
@@ -153,7 +154,7 @@ def agree(world: int) -> tuple[bool, bool, list[int], float]:
     assert output.balance_loss.item() == 0.0
     counts = list(engine.update_routers().shape)
     mine = meshes.dp_rank == 1
-    return engine.any(mine), engine.any(False), counts, engine.grad_norm().item()
+    return any_rank(mine), any_rank(False), counts, engine.grad_norm().item()
 
 
 def test_ranks_agree_and_a_dense_model_trains(pool: Pool) -> None:

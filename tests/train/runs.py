@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.config import load_config
-from titan_moe.parallel.world import StopSignal, World
 from titan_moe.train import train
+from titan_moe.world import StopSignal, World
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,6 +25,7 @@ from titan_moe.checkpoint import folder as disk
 from titan_moe.checkpoint.compare import Differences, Signature
 from titan_moe.checkpoint.state import MODEL, model_tensors, optimizer_tensors
 from titan_moe.config.sections import Checkpoint
+from titan_moe.world import gather, on_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Checkpointer:
                 or of another model.
         """
         self.finish()
-        chosen = self._on_first_rank(self._choose)
+        chosen = on_first_rank(self._choose, self._group)
         if chosen is None:
             return None
         path, train_state = chosen
@@ -120,7 +121,7 @@ class Checkpointer:
             ValueError: no complete checkpoint there, or its model is another one.
         """
         path = Path(path)
-        self._on_first_rank(lambda: disk.check_committed(path))
+        on_first_rank(lambda: disk.check_committed(path), self._group)
         self._read(path, model_tensors(self.parts), model_only=True)
         logger.info("weights loaded from %s", path)
 
@@ -146,11 +147,11 @@ class Checkpointer:
 
     def _read(self, path: Path, tensors: dict[str, Tensor], model_only: bool) -> None:
         reader = FileSystemReader(path)
-        stored: dict[str, Signature] = self._on_first_rank(lambda: _contents(reader))
+        stored: dict[str, Signature] = on_first_rank(lambda: _contents(reader), self._group)
         if model_only:
             stored = {name: what for name, what in stored.items() if name.startswith(MODEL)}
         wanted = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        differences = self._gather(Differences.between(stored, wanted))
+        differences = gather(Differences.between(stored, wanted), self._group)
         complaints = Differences.of_all_ranks(differences).complaints(cast_floats=model_only)
         if complaints:
             raise ValueError(f"{path} holds another model: {'; '.join(complaints)}")
@@ -185,28 +186,6 @@ class Checkpointer:
         if train_state["step"] != step:
             raise ValueError(f"{path}: holds step {train_state['step']}; rename it back")
         return path, train_state
-
-    def _on_first_rank(self, act: Callable[[], Any]) -> Any:
-        """Rank 0's result on all ranks; a ValueError there is raised on all."""
-        answer: list[Any] = [None, None]
-        if self._group is None or dist.get_rank() == 0:
-            try:
-                answer[0] = act()
-            except ValueError as error:
-                answer[1] = str(error)
-        if self._group is not None:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        if answer[1] is not None:
-            raise ValueError(answer[1])
-        return answer[0]
-
-    def _gather(self, mine: Any) -> list[Any]:
-        """Every rank's object, on every rank."""
-        if self._group is None:
-            return [mine]
-        all_of_them = [mine] * dist.get_world_size(self._group)
-        dist.all_gather_object(all_of_them, mine, group=self._group)
-        return all_of_them
 
 
 class _CommittingWriter(FileSystemWriter):

@@ -140,12 +140,6 @@ class Engine:
             moe.update_selection_bias(counts_E)
         return counts_LE
 
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
-        flags = torch.tensor(int(flag), device=self._device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return bool(flags.item())
-
     def _slices(self, batch: Batch, rows: int) -> Iterator[Batch]:
         for begin in range(0, len(batch["tokens"]), rows):
             yield {

@@ -1,4 +1,7 @@
-"""The processes of a run: how they find each other, agree, and hear that they should stop."""
+"""The processes of a run: how they find each other, agree, and hear that they should stop.
+
+What agrees is for any group of processes; without a process group, one process agrees with itself.
+"""
 
 import os
 import signal
@@ -6,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,34 +65,41 @@ class World:
             if dist.get_rank(group) >= 0 and group.group_desc != "checkpoint":
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
 
-    def any(self, flag: bool) -> bool:
-        """Whether any rank holds True. Collective."""
-        flags = torch.tensor(int(flag))
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return bool(flags.item())
 
-    def on_first_rank(self, act: Callable[[], T]) -> T:
-        """Run `act` on rank 0 and give its result to all; if it raises, all raise. Collective.
+def any_rank(flag: bool) -> bool:
+    """Whether any rank of the world says so. Collective, and over gloo: no device is waited for."""
+    flags = torch.tensor(int(flag))
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags.item())
 
-        Raises:
-            ValueError: with rank 0's message, on every rank.
-        """
-        answer: list[object] = [None, None]
-        if self.rank == 0:
-            try:
-                answer[0] = act()
-            except (ValueError, OSError) as error:
-                answer[1] = str(error)
-        dist.broadcast_object_list(answer, src=0)
-        if answer[1] is not None:
-            raise ValueError(answer[1])
-        return answer[0]  # type: ignore[return-value]
 
-    def gather(self, mine: T) -> list[T]:
-        """Every rank's object, in order of rank, on every rank. Collective."""
-        all_of_them: list[T] = [mine] * self.size
-        dist.all_gather_object(all_of_them, mine)
-        return all_of_them
+def on_first_rank(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `act` on rank 0 and give its result to all of `group` (the world). Collective.
+
+    Raises:
+        ValueError: on every rank, with rank 0's message, if it raised one or an OSError.
+    """
+    answer: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            answer[0] = act()
+        except (ValueError, OSError) as error:
+            answer[1] = str(error)
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0, group=group)
+    if answer[1] is not None:
+        raise ValueError(answer[1])
+    result: T = answer[0]
+    return result
+
+
+def gather(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's object, in order of rank, on every rank of `group` (the world). Collective."""
+    if not dist.is_initialized():
+        return [mine]
+    all_of_them = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(all_of_them, mine, group=group)
+    return all_of_them
 
 
 class StopSignal:
