@@ -13,7 +13,7 @@ from torch.profiler import profile
 from tests.layers.helpers import error
 from tests.tolerances import BF16_ROUNDED, FP32_REORDERED
 from titan_moe.layers import blocked
-from titan_moe.layers.attention import attention
+from titan_moe.layers.attention import attention, backend_for
 from titan_moe.layers.mask import AttentionMask, plain_causal
 
 TOLERANCE = {torch.float32: FP32_REORDERED, torch.bfloat16: BF16_ROUNDED}
@@ -137,6 +137,10 @@ def test_auto_is_blocked_on_cpu_and_names_a_way_out_elsewhere() -> None:
         strict=True,
     ):
         assert torch.equal(x, y)
+    assert backend_for("cuda", None) == "sdpa"
+    assert backend_for("cuda", case.mask()) == "flex"
+    with pytest.raises(ValueError, match=r"by itself on mps: set training.attention_backend"):
+        backend_for("mps", None)
 
 
 def test_backends_refuse_what_they_cannot_do() -> None:

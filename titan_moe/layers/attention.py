@@ -41,7 +41,7 @@ def attention(
     assert q_BSHD.shape[2] % k_BTGD.shape[2] == 0, "key heads must divide query heads"
     assert mask is not None or q_BSHD.shape[1] == k_BTGD.shape[1], "slices need a mask"
     if backend == "auto":
-        backend = _backend_for(q_BSHD.device.type, mask)
+        backend = backend_for(q_BSHD.device.type, mask)
     if backend == "blocked":
         return blocked_attention(q_BSHD, k_BTGD, v_BTGV, scale, mask)
     if backend == "sdpa":
@@ -57,7 +57,8 @@ def attention(
     )
 
 
-def _backend_for(device_type: str, mask: AttentionMask | None) -> str:
+def backend_for(device_type: str, mask: AttentionMask | None) -> str:
+    """What "auto" stands for. Raises ValueError where nothing is known to be right."""
     if device_type in ("cpu", "meta"):
         return "blocked"
     if device_type == "cuda":
