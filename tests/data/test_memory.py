@@ -115,13 +115,13 @@ def peak_bytes(path: Path, num_tokens: int) -> int:
 def test_peak_does_not_grow_with_the_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four times the text, read to its end, in the same heap."""
+    """Five times the text, read to its end, in the same heap."""
     monkeypatch.setattr("titan_moe.data.build.WINDOW_BYTES", MEGABYTE // 4)
     small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
-    write_megabytes(small, 3 * MEGABYTE)
-    write_megabytes(large, 12 * MEGABYTE)
+    write_megabytes(small, 8 * MEGABYTE)
+    write_megabytes(large, 40 * MEGABYTE)
     peaks = [peak_bytes(path, path.stat().st_size) for path in (small, large)]
-    assert peaks[1] < peaks[0] + MEGABYTE // 2, peaks
+    assert peaks[1] < peaks[0] + MEGABYTE, peaks
 
 
 def test_long_and_short_documents(tmp_path: Path) -> None:

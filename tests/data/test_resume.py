@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,35 @@ def test_global_batch_size_may_change(tmp_path: Path) -> None:
     assert torch.equal(
         torch.cat([next(resumed)["tokens"] for _ in range(3)]), torch.cat(expected[2:])
     )
+
+
+@dataclass
+class WorkerInfo:
+    id: int
+    num_workers: int
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("dp_degree", [1, 2])
+def test_workers_share_a_rank_s_streams(
+    num_workers: int, dp_degree: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Split by rank, then by worker: disjoint, complete, and every worker has its part."""
+    shard = build_train_loader(mixture(tmp_path, num_streams=12), 0, dp_degree)._shard
+    alone = list(islice(shard, 6))
+    shares = []
+    for worker in range(num_workers):
+        info = WorkerInfo(worker, num_workers)
+        monkeypatch.setattr("titan_moe.data.shard.get_worker_info", lambda info=info: info)
+        shares.append(list(islice(shard, 6)))
+    for k, whole in enumerate(alone):
+        numbers = [number for share in shares for number in share[k].numbers]
+        assert sorted(numbers) == whole.numbers
+        rows = torch.cat([share[k].rows for share in shares])[torch.tensor(numbers).argsort()]
+        assert torch.equal(rows, whole.rows)
+        assert {key: r for share in shares for key, r in share[k].records.items()} == whole.records
+    counts = [sum(len(item.numbers) for item in share) for share in shares]
+    assert min(counts) == max(counts)
 
 
 def test_worker_processes(tmp_path: Path) -> None:
@@ -176,6 +206,14 @@ def test_refuses_layouts_that_do_not_divide(tmp_path: Path) -> None:
         build_train_loader(mixture(tmp_path), 0, 3)
     with pytest.raises(ValueError, match=r"training.global_batch_size = 6 is not a multiple"):
         build_train_loader(mixture(tmp_path, global_batch_size=6), 0, 4)
+
+
+def test_refuses_a_mixture_that_cannot_be_dealt(tmp_path: Path) -> None:
+    """After an odd number of sequences no two ranks' shares of a step are equal."""
+    config = mixture(tmp_path, global_batch_size=1)
+    _, states = read(config, 1, 3)
+    with pytest.raises(ValueError, match=r"stands at sequence 3 cannot be dealt .* degree of 2"):
+        build_train_loader(mixture(tmp_path), 0, 2, states[2])
 
 
 def test_state_is_small(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from tests.data import naive
 from tests.data.corpora import WRITERS, make_config, make_documents, source, write_jsonl
 from titan_moe.config.sections import RunConfig, ValidationSet
-from titan_moe.data import ValidationScore, build_train_loader, build_validation
+from titan_moe.data import build_train_loader, build_validation
 
 
 def held_out(max_tokens: int = 10**9) -> list[ValidationSet]:
@@ -181,13 +183,6 @@ def test_bigram_entropy_of_many_documents(tmp_path: Path, monkeypatch: pytest.Mo
     assert pieces.bigram_nats_per_byte == whole.bigram_nats_per_byte > 0.5
 
 
-def test_scores() -> None:
-    score = ValidationScore(nats_sum=300.0, tokens=100, bytes=400)
-    assert score.nats_per_token == 3.0
-    assert score.nats_per_byte == 0.75
-    assert score.bits_per_byte == pytest.approx(0.75 / math.log(2))
-
-
 def test_refusals(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path, ["a", "b"])
     own = {"name": "own", "max_tokens": 9}
@@ -205,6 +200,25 @@ def test_refusals(tmp_path: Path) -> None:
         config = make_config(source(path, holdout_every=holdout_every), sets=sets)
         with pytest.raises(ValueError, match=message):
             build_validation(config, 0, 1)
+
+
+def test_hub_splits_are_told_apart(tmp_path: Path) -> None:
+    """One folder may hold both; a set may not be the very split that is trained on."""
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    for split in ("train", "validation"):
+        table = pa.table({"text": [f"{split} {i}" for i in range(3)]})
+        pq.write_table(table, folder / "data" / f"{split}-0.parquet")
+    for split in ("train", "validation"):
+        sets = [ValidationSet(name="own", path=str(folder), split=split, max_tokens=9999)]
+        config = make_config(source(folder), sets=sets, seq_len=64)
+        if split == "train":
+            with pytest.raises(ValueError, match=r"set \(train\) is read by source 'corpus'"):
+                build_validation(config, 0, 1)
+        else:
+            [data] = build_validation(config, 0, 1)
+            expected = [f"{split} {i}" for i in range(3)]
+            assert texts_of([batch["tokens"] for batch in data.batches()]) == expected
 
 
 def test_standard_library_bigram() -> None:

@@ -4,12 +4,11 @@ from titan_moe.data.build import build_train_loader, build_validation
 from titan_moe.data.loader import StepLoader
 from titan_moe.data.state import merge_states
 from titan_moe.data.tokenizer import tokenizer_of
-from titan_moe.data.validation import ValidationData, ValidationScore
+from titan_moe.data.validation import ValidationData
 
 __all__ = [
     "StepLoader",
     "ValidationData",
-    "ValidationScore",
     "build_train_loader",
     "build_validation",
     "merge_states",

@@ -1,10 +1,10 @@
 """From a config to what a data rank iterates over."""
 
-from titan_moe.config.sections import Data, RunConfig
+from titan_moe.config.sections import Data, RunConfig, ValidationSet
 from titan_moe.data.documents import is_held_out
 from titan_moe.data.loader import StepLoader
 from titan_moe.data.packing import PackingRules
-from titan_moe.data.readers import open_reader
+from titan_moe.data.readers import Reader, open_reader
 from titan_moe.data.shard import OpenSource, Shard
 from titan_moe.data.state import SCHEMA, State, check_state, fresh_state
 from titan_moe.data.tokenizer import (
@@ -69,30 +69,11 @@ def build_validation(config: RunConfig, dp_rank: int, dp_degree: int) -> list[Va
     """
     data, training, validation = config.data, config.training, config.validation
     tokenizer = _tokenizer(config)
-    sources = {source.name: source for source in open_sources(data)}
-    trained_on = {
-        path.resolve(): source.name for source in sources.values() for path in source.reader.files
-    }
+    sources = open_sources(data)
+    rows = validation.local_batch_size or training.rows_per_micro_batch(dp_degree)
     sets = []
     for section in validation.sets:
-        where = f"validation set {section.name!r}"
-        if (section.holdout_of is None) == (section.path is None):
-            raise ValueError(f"{where} needs either holdout_of or path")
-        if section.holdout_of is not None:
-            if section.holdout_of not in sources:
-                raise ValueError(f"{where}: no data source {section.holdout_of!r}")
-            source = sources[section.holdout_of]
-            if not source.holdout_every:
-                raise ValueError(f"{where}: source {source.name!r} has holdout_every = 0")
-            reader, every = source.reader, source.holdout_every
-        else:
-            reader, every = open_reader(section), 1
-            for path in reader.files:
-                if path.resolve() in trained_on:
-                    raise ValueError(
-                        f"{where}: {path} is read by source {trained_on[path.resolve()]!r}; "
-                        "use holdout_of to keep some of its documents from training"
-                    )
+        reader, every = _open_set(section, data, sources)
         sets.append(
             pack_documents(
                 section.name,
@@ -100,13 +81,41 @@ def build_validation(config: RunConfig, dp_rank: int, dp_degree: int) -> list[Va
                 _encoder(data, tokenizer),
                 _rules(config),
                 max_tokens=section.max_tokens,
-                rows_per_batch=validation.local_batch_size
-                or training.rows_per_micro_batch(dp_degree),
+                rows_per_batch=rows,
                 dp_rank=dp_rank,
                 dp_degree=dp_degree,
             )
         )
     return sets
+
+
+def _open_set(section: ValidationSet, data: Data, sources: list[OpenSource]) -> tuple[Reader, int]:
+    """A set's reader, and how many of its documents make one of the set."""
+    where = f"validation set {section.name!r}"
+    if (section.holdout_of is None) == (section.path is None):
+        raise ValueError(f"{where} needs either holdout_of or path")
+    if section.holdout_of is not None:
+        source = next((s for s in sources if s.name == section.holdout_of), None)
+        if source is None:
+            raise ValueError(f"{where}: no data source {section.holdout_of!r}")
+        if not source.holdout_every:
+            raise ValueError(f"{where}: source {source.name!r} has holdout_every = 0")
+        return source.reader, source.holdout_every
+    reader = open_reader(section)
+    files = {path.resolve() for path in reader.files}
+    for trained, source in zip(data.sources, sources, strict=True):
+        shared = sorted(files & {path.resolve() for path in source.reader.files})
+        what = str(shared[0]) if shared else f"{section.path} ({section.split})"
+        keys = ("path", "subset", "split")
+        is_same = reader.format == "hub" and all(
+            getattr(section, key) == getattr(trained, key) for key in keys
+        )
+        if shared or is_same:
+            raise ValueError(
+                f"{where}: {what} is read by source {source.name!r}; "
+                "use holdout_of to keep some of its documents from training"
+            )
+    return reader, 1
 
 
 def open_sources(data: Data) -> list[OpenSource]:

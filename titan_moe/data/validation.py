@@ -21,31 +21,6 @@ PAIRS_AT_A_TIME = 1 << 20
 
 
 @dataclass(frozen=True)
-class ValidationScore:
-    """A model on one set.
-
-    nats_sum: cross-entropy summed over the predicted tokens; tokens: how many were predicted.
-    bytes: UTF-8 bytes of the set's documents.
-    """
-
-    nats_sum: float
-    tokens: int
-    bytes: int
-
-    @property
-    def nats_per_token(self) -> float:
-        return self.nats_sum / self.tokens
-
-    @property
-    def nats_per_byte(self) -> float:
-        return self.nats_sum / self.bytes
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nats_per_byte / math.log(2)
-
-
-@dataclass(frozen=True)
 class ValidationData:
     """One set, as one data rank sees it.
 
