@@ -4,6 +4,7 @@ import gzip
 import json
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,7 +62,7 @@ def test_every_cursor_leads_to_its_document(
             "a.jsonl, line 1: no field 'text' .* 'id', 'body'",
         ),
         ("a.jsonl", GOOD + b'{"text": 5}\n', "a.jsonl, line 2: field 'text' is int, not a string"),
-        ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: field 'text' is NoneType"),
+        ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: field 'text' is null"),
         ("a.json", b'[{"text": "b"}]\n', "a.json, line 1: expected an object with fields.* list"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl, line 1: .* half of a surrogate pair"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99)[:-9], "a.jsonl.gz: cannot be decompressed"),
@@ -157,7 +158,7 @@ def test_hub_folders(tmp_path: Path) -> None:
     for keys, message in (
         ({"split": "test"}, r"hub \(subset None, split test\): .*test"),
         ({"subset": "other"}, r"hub \(subset other, split train\): .*other"),
-        ({"text_field": "body"}, r"hub \(train\), row 1: no field 'body' .* 'id', 'text'"),
+        ({"text_field": "body"}, r"hub \(train\): no field 'body' .* 'id', 'text'"),
     ):
         with pytest.raises(ValueError, match=message):
             read_all(path, **keys)
@@ -166,6 +167,17 @@ def test_hub_folders(tmp_path: Path) -> None:
     reader = open_reader(source(tmp_path / "bare"))
     assert reader.format == "hub"
     assert len(list(reader.documents(None))) == 1
+
+
+def test_hub_rows_are_not_split_again_by_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` deals shards to loader processes by itself; here streams are dealt, not shards."""
+    documents = make_documents(23)
+    reader = open_reader(source(write_hub(tmp_path, documents)))
+    worker = SimpleNamespace(id=1, num_workers=2)
+    monkeypatch.setattr("torch.utils.data.get_worker_info", lambda: worker)
+    assert [document.read() for document in reader.documents(None)] == documents
 
 
 def test_no_training_document(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tokenizers add nothing of their own; BOS and EOS are what the settings say."""
 
 import json
+import pickle
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def test_json(tmp_path: Path) -> None:
     assert ids == with_extras[1:-1]
     assert len(ids) > 64
     assert tokenizer.encode("") == []
+    # As it reaches another process.
+    assert pickle.loads(pickle.dumps(tokenizer)).encode(text) == ids
     assert tokenizer.vocab_size == len(json.loads(path.read_text())["model"]["vocab"])
     assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
 

@@ -119,10 +119,15 @@ def text_of(row: Any, field: str, where: str) -> str:
         raise ValueError(f"{where}: expected an object with fields, found {type(row).__name__}")
     if field not in row:
         raise ValueError(f"{where}: {no_such_field(field, row)}")
-    text = row[field]
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: field {field!r} is {type(text).__name__}, not a string")
-    return text
+    return checked_text(row[field], field, where)
+
+
+def checked_text(value: Any, field: str, where: str) -> str:
+    """`value`. Raises ValueError, naming field and place, if it is not a string."""
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        raise ValueError(f"{where}: field {field!r} is {kind}, not a string")
+    return value
 
 
 def no_such_field(field: str, fields: Any) -> str:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from titan_moe.data.readers.base import Cursor, Document, FilesReader, Listing, no_such_field
+from titan_moe.data.readers.base import (
+    Cursor,
+    Document,
+    FilesReader,
+    Listing,
+    checked_text,
+    no_such_field,
+)
 
 # Rows decoded at a time: few, since documents may be large.
 BATCH_ROWS = 64
@@ -46,12 +53,10 @@ class ColumnsReader(FilesReader):
 
     def _text(self, values: pa.Array, index: int, where: str) -> str:
         try:
-            text: str | None = values[index].as_py()
+            text = values[index].as_py()
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: broken UTF-8: {error.reason}") from error
-        if text is None:
-            raise ValueError(f"{where}: field {self._text_field!r} is null, not a string")
-        return text
+        return checked_text(text, self._text_field, where)
 
 
 class ParquetReader(ColumnsReader):

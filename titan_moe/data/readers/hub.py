@@ -5,10 +5,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_moe.data.readers.base import Cursor, Document, Listing, Reader, text_of
+from titan_moe.data.readers.base import (
+    Cursor,
+    Document,
+    Listing,
+    Reader,
+    checked_text,
+    no_such_field,
+)
 
-# Rows between two snapshots of the library's own position; at most as many are read again.
-SNAPSHOT_ROWS = 1000
+# Rows between two snapshots of the library's own position; fewer than that are read again.
+SNAPSHOT_ROWS = 64
 
 
 def is_hub_folder(folder: Path) -> bool:
@@ -43,14 +50,23 @@ class HubReader(Reader):
         snapshot, snapshot_row, first_row = cursor or (None, 0, 0)
         if snapshot is not None:
             dataset.load_state_dict(snapshot)
-        for number, row in enumerate(dataset, snapshot_row):
-            if number >= first_row:
-                yield Document([snapshot, snapshot_row, number], partial(self._text, row, number))
-            if number + 1 - snapshot_row == SNAPSHOT_ROWS:
-                snapshot, snapshot_row = dataset.state_dict(), number + 1
+        # By batches, since row by row `datasets` would leave out the shards that it takes to be
+        # other loader processes'. Here streams are dealt to processes, not shards.
+        for rows in dataset.iter(SNAPSHOT_ROWS):
+            if self._text_field not in rows:
+                raise ValueError(f"{self._where()}: {no_such_field(self._text_field, rows)}")
+            texts = rows[self._text_field]
+            for i in range(max(first_row - snapshot_row, 0), len(texts)):
+                number = snapshot_row + i
+                read = partial(self._text, texts[i], number)
+                yield Document([snapshot, snapshot_row, number], read)
+            snapshot, snapshot_row = dataset.state_dict(), snapshot_row + len(texts)
 
-    def _text(self, row: Any, number: int) -> str:
-        return text_of(row, self._text_field, f"{self._path} ({self._split}), row {number + 1}")
+    def _text(self, text: Any, number: int) -> str:
+        return checked_text(text, self._text_field, f"{self._where()}, row {number + 1}")
+
+    def _where(self) -> str:
+        return f"{self._path} ({self._split})"
 
     def _open(self) -> Any:
         from datasets import load_dataset  # takes seconds to import, and only a hub source needs it
