@@ -224,7 +224,7 @@ def test_flex_masks_what_the_reference_masks(monkeypatch: pytest.MonkeyPatch) ->
     mask = case.mask()
     assert mask is not None
     q, k, v = (x.detach().transpose(1, 2) for x in case.inputs(torch.float32))
-    out = flex_attention(q, k, v, block_mask=mask.block_mask, scale=0.3)
+    out = flex_attention(q, k, v, block_mask=flex.block_mask_of(mask), scale=0.3)
     truth = attention(*case.inputs(torch.float32), scale=0.3, mask=mask, backend="reference")
     assert error(out.transpose(1, 2), truth) < FP32_REORDERED
 

@@ -20,8 +20,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
+@functools.lru_cache(maxsize=1)
 def block_mask_of(mask: AttentionMask) -> BlockMask:
-    """Which blocks of keys each block of queries visits, and which of them need a closer look."""
+    """Which blocks of keys each block of queries visits, and which of them need a closer look.
+
+    Kept for the next layer, which has the same mask.
+    """
     order_S, order_T = mask.order_S, mask.order_T
     documents_BS, documents_BT = mask.documents_BS, mask.documents_BT
 
@@ -57,7 +61,7 @@ def flex(
         q_BSHD.transpose(1, 2),
         k_BTGD.transpose(1, 2),
         v_BTGV.transpose(1, 2),
-        block_mask=mask.block_mask,
+        block_mask=block_mask_of(mask),
         scale=scale,
         enable_gqa=q_BSHD.shape[2] != k_BTGD.shape[2],
     )

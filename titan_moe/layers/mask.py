@@ -4,14 +4,9 @@ B batch, S queries, T keys.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +35,6 @@ class AttentionMask:
         """visible_BST, True where the query sees the key. Quadratic: for the reference."""
         causal_ST = self.order_S[:, None] >= self.order_T
         return causal_ST & (self.documents_BS[:, :, None] == self.documents_BT[:, None, :])
-
-    @cached_property
-    def block_mask(self) -> "BlockMask":
-        """FlexAttention's form of it, made once for all layers that share this mask."""
-        from titan_moe.layers.flex import block_mask_of
-
-        return block_mask_of(self)
 
 
 def plain_causal(document_ids_BS: Tensor) -> None:
