@@ -4,7 +4,6 @@ import json
 import logging
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -55,7 +54,7 @@ class Checkpointer:
         self.parts = parts
         self.optimizer = optimizer
         self._last_step: int | None = None  # saved or loaded by this object; nothing newer is known
-        self._pending: Future[None] | None = None
+        self._pending: _Background | None = None
         # Ranks meet here and nowhere else: background writing must not mix with training's groups.
         self._group = (
             dist.new_group(
@@ -89,7 +88,7 @@ class Checkpointer:
             self._write(step, tensors, writer)
         else:
             staged = writer.stage(tensors)
-            self._pending = _in_background(lambda: self._write(step, staged, writer))
+            self._pending = _Background(lambda: self._write(step, staged, writer))
         self._last_step = step
 
     def load(self) -> dict[str, Any] | None:
@@ -219,21 +218,30 @@ class _CommittingWriter(FileSystemWriter):
             logger.info("checkpoint of step %d deleted", step)
 
 
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Run in a thread that ends with the process: one of an executor would be joined at exit, and
+class _Background(Thread):
+    """Work in a thread that ends with the process: one of an executor would be joined at exit, and
     hold a process whose peers are gone."""
-    future: Future[None] = Future()
 
-    def run() -> None:
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self._work: Callable[[], None] | None = work
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
         try:
-            work()
+            assert self._work is not None
+            self._work()
         except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
+            self._error = error
+        self._work = None  # and the tensors with it
 
-    Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
+    def result(self) -> None:
+        """Wait, and raise what the work raised. For the thread itself, not only for its work: one
+        that still lets go of tensors while Python shuts down aborts the process."""
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 def _contents(reader: FileSystemReader) -> dict[str, Signature]:
