@@ -40,6 +40,9 @@ class Trainer:
         setup_logging(world.rank, self.folder.logs)
 
         meshes = Meshes.build(Layout.of(config.parallelism, world.size), world.device.type)
+        self.validation: list[ValidationData] = []
+        if config.validation.enable:  # before the model, so that bad data is told soon
+            self.validation = build_validation(config, meshes.dp_rank, meshes.dp_degree)
         self.engine = parallelize(config, load_recipe(config.model.recipe), meshes, world.device)
         self.optimizer = build_optimizer(self.engine.parts, config.optimizer)
         self.checkpointer = Checkpointer(
@@ -54,48 +57,51 @@ class Trainer:
         self.loader = build_train_loader(
             config, meshes.dp_rank, meshes.dp_degree, saved["data"] if saved else None
         )
-        self.validation: list[ValidationData] = []
-        if config.validation.enable:
-            self.validation = build_validation(config, meshes.dp_rank, meshes.dp_degree)
-        self.metrics = MetricsLogger(
-            self.folder,
-            config,
-            world,
-            flops_per_token=model_flops_per_token(config.model, config.training.seq_len).total,
-            step=self.step,
-        )
+        flops_per_token = model_flops_per_token(config.model, config.training.seq_len).total
         self.profiler = Profiler(config.profiling, self.folder, world.rank, self.step)
+        self.metrics = MetricsLogger(
+            self.folder, config, world, flops_per_token=flops_per_token, step=self.step
+        )
+        on_first_rank(lambda: self.folder.record(config))
+        self._introduce(flops_per_token)
 
     def run(self) -> None:
         """Train until the last step, or a signal to stop; either way what was learned is saved."""
-        batches, first_step = iter(self.loader), self.step + 1
+        steps = self.config.training.steps
+        if self.step >= steps:
+            logger.info("nothing left to train: step %d of training.steps = %d", self.step, steps)
+        if self.step > 0 and self._is_due(self.config.validation.freq):
+            with self.metrics.paused():
+                self._validate(done=on_first_rank(lambda: self.metrics.validated(self.step)))
+        batches, first_step, stopping = iter(self.loader), self.step + 1, False
         gc.disable()  # so that all ranks collect at the same steps, below
         with self.profiler:
-            while self.step < self.config.training.steps:
+            while self.step < steps and not stopping:
                 with self.metrics.waiting_for_data():
                     batch = next(batches)
                 self._train_step(batch)
                 if self.step == first_step:
                     self.world.shorten_timeouts(self.config.comm)
-                stopping = any_rank(self.stop.received is not None)
-                last = stopping or self.step == self.config.training.steps
                 with self.metrics.paused():
-                    if self._is_due(self.config.validation.freq) and not stopping:
+                    if self._is_due(self.config.validation.freq):
                         self._validate()
-                    if last or self.step % self.config.checkpoint.interval == 0:
+                    stopping = self._is_stopping()
+                    if self._is_due(self.config.checkpoint.interval) or stopping:
                         self._save()
                     if self.step % self.config.training.gc_freq == 0:
                         gc.collect(1)
-                if stopping:
-                    logger.info("stopped by %s after step %d", self.stop.received, self.step)
-                    break
         self.close()
+        if stopping:
+            logger.info("stopped by %s after step %d", self.stop.reason or "a peer", self.step)
+        else:
+            logger.info("done: %s", self.folder.path)
 
     def close(self) -> None:
         """Let go of loader processes, a checkpoint still being written, open files."""
         self.loader.close()
         self.checkpointer.finish()
         self.metrics.close()
+        self.folder.release()
         gc.enable()
 
     def _train_step(self, batch: dict[str, torch.Tensor]) -> None:
@@ -134,10 +140,15 @@ class Trainer:
                 biases_LE=selection_biases(self.engine.parts),
             )
 
-    def _validate(self) -> None:
+    def _validate(self, done: Sequence[str] = ()) -> None:
+        """Report every set but those done. A signal ends it: a resumed run makes up for it."""
         for data in self.validation:
+            if data.name in done:
+                continue
             nats_sum, tokens = 0.0, 0
             for batch in data.batches():
+                if self._is_stopping():
+                    return
                 nats, count = self.engine.evaluate(batch)
                 nats_sum += float(nats)
                 tokens += int(count)
@@ -153,6 +164,27 @@ class Trainer:
     def _is_due(self, freq: int) -> bool:
         """Every `freq` steps, and after the last one."""
         return self.step % freq == 0 or self.step == self.config.training.steps
+
+    def _is_stopping(self) -> bool:
+        """Whether any rank has a reason to stop."""
+        return any_rank(self.stop.reason is not None)
+
+    def _introduce(self, flops_per_token: float) -> None:
+        """Say what is about to run."""
+        config, training = self.config, self.config.training
+        parameters = sum(p.numel() for part in self.engine.parts for p in part.parameters())
+        logger.info(
+            "%s: %s parameters, %.4g GFLOP per token; %s tokens per step on %d × %s; %s",
+            config.job.name,
+            f"{parameters:,}",
+            flops_per_token / 1e9,
+            f"{training.global_batch_size * training.seq_len:,}",
+            self.world.size,
+            self.world.device.type,
+            self.folder.path,
+        )
+        if config.job.print_config and self.world.rank == 0:
+            logger.info("%s", self.folder.config_file.read_text(encoding="utf-8"))
 
     def _resume(self) -> dict[str, Any] | None:
         """The state of the checkpoint that the run goes on from, if there is one."""

@@ -103,12 +103,24 @@ def gather(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 class StopSignal:
-    """Remembers SIGTERM and SIGINT instead of dying of them; a repeated signal changes nothing."""
+    """Remembers SIGTERM and SIGINT instead of dying of them; a repeated signal changes nothing.
+
+    The end of the launcher is one more reason to stop: nobody would be left to stop this process,
+    and the next launch would find it training in the same folder.
+    """
 
     def __init__(self) -> None:
-        self.received: str | None = None
+        self._signal: str | None = None
+        self._launcher = os.getppid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
+    @property
+    def reason(self) -> str | None:
+        """Why to stop; None: go on."""
+        if self._signal is None and os.getppid() != self._launcher:
+            return "the launcher's end"
+        return self._signal
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or signal.Signals(number).name
+        self._signal = self._signal or signal.Signals(number).name

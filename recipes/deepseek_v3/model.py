@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from recipes.deepseek_v3.config import DeepseekV3Config
 from titan_moe.layers.attention import attention
 from titan_moe.layers.experts import Experts
 from titan_moe.layers.head import Head
@@ -21,6 +20,8 @@ from titan_moe.layers.moe import MoE
 from titan_moe.layers.norm import RMSNorm
 from titan_moe.layers.rope import Rope, Rotation
 from titan_moe.layers.router import Router
+
+from .config import DeepseekV3Config
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,27 @@ def test_purge_keeps_the_newest_and_everything_foreign(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == sorted(foreign + ours)
 
 
-def test_purge_leaves_later_steps_to_their_owner(tmp_path: Path) -> None:
+def test_a_run_that_went_back_leaves_its_later_steps_aside(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         committed(tmp_path, step)
     assert disk.purge(tmp_path, keep=1, last_step=20) == [10]
-    assert disk.committed_steps(tmp_path) == [20, 30, 40]
+    assert disk.set_aside(tmp_path, 20) == [30, 40]
+    assert disk.committed_steps(tmp_path) == [20]
+    committed(tmp_path, 30)
+    assert disk.set_aside(tmp_path, 20) == [30]
+    for name in ("step-30.abandoned", "step-30.abandoned-2", "step-40.abandoned"):
+        assert (tmp_path / name / disk.MARKER).is_file()
+
+
+def test_of_a_linked_checkpoint_the_link_is_deleted(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        committed(tmp_path, step)
+    elsewhere = tmp_path / "elsewhere"
+    disk.step_folder(tmp_path, 1).rename(elsewhere)
+    disk.step_folder(tmp_path, 1).symlink_to(elsewhere)
+    assert disk.purge(tmp_path, keep=2, last_step=3) == [1]
+    assert disk.committed_steps(tmp_path) == [2, 3]
+    assert (elsewhere / disk.MARKER).is_file()
 
 
 def test_a_killed_deletion_never_looks_complete(

@@ -35,12 +35,14 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def run(backend: str, ids_TK: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def run(
+    backend: str, ids_TK: Tensor, dtype: torch.dtype, hidden: int = D, inner: int = 8
+) -> list[Tensor]:
     """Output, and gradients of inputs, router weights and expert weights."""
-    experts = fill(Experts(E, D, 8, std=0.3)).to(dtype)
+    experts = fill(Experts(E, hidden, inner, std=0.3)).to(dtype)
     experts.backend = backend
     generator = torch.Generator().manual_seed(1)
-    x_TD = torch.randn(len(ids_TK), D, generator=generator).to(dtype).requires_grad_()
+    x_TD = torch.randn(len(ids_TK), hidden, generator=generator).to(dtype).requires_grad_()
     weights_TK = torch.rand(ids_TK.shape, generator=generator).requires_grad_()
     dispatcher = LocalDispatcher(E)
     rows_RD, row_weights_R, offsets_E, handle = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
@@ -61,6 +63,21 @@ def test_grouped_equals_loop(name: str, dtype: torch.dtype) -> None:
     assert len(grouped) == 6
     for x, reference in zip(grouped, loop, strict=True):
         assert x.isfinite().all()
+        assert error(x, reference) < tolerance
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("hidden", "inner"), [(15, 8), (16, 5), (13, 7)])
+def test_any_width(hidden: int, inner: int, dtype: torch.dtype) -> None:
+    """torch's kernel takes rows of whole 16 bytes alone."""
+    tolerance = {torch.float32: FP32_REORDERED, torch.bfloat16: BF16_ROUNDED}[dtype]
+    results = [
+        run(backend, IDS["idle first and last"], dtype, hidden, inner)
+        for backend in ("grouped", "loop")
+    ]
+    for x, reference in zip(*results, strict=True):
+        assert x.shape == reference.shape
         assert error(x, reference) < tolerance
 
 

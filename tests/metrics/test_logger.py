@@ -50,6 +50,8 @@ def start(parent: Path, step: int = 0, rank: int = 0, **metrics: Any) -> Metrics
     folder = RunFolder(parent, "tiny")
     if rank == 0:
         folder.prepare(config)
+        folder.record(config)
+        folder.release()
     place = Place(rank=rank)
     return MetricsLogger(folder, config, place, flops_per_token=FLOPS_PER_TOKEN, step=step)
 
@@ -143,7 +145,7 @@ def test_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             bigram_nats_per_byte=2.4312,
         )
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "stdlib: 1.842 nats/byte, 2.66 bits/byte; byte-bigram 2.431"
+        "stdlib: 1.842 nats/byte, 2.66 bits/byte; byte-bigram entropy 2.431 nats/byte"
     )
     start(tmp_path, step=5)
     (record,) = records(tmp_path / "tiny" / "validation.jsonl")

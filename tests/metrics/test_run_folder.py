@@ -11,8 +11,12 @@ from titan_moe.metrics.run_folder import RunFolder
 
 
 def prepared(parent: Path) -> RunFolder:
+    """One that an attempt has trained in."""
     folder = RunFolder(parent, "tiny")
     folder.prepare(run_config())
+    folder.record(run_config())
+    folder.metrics_file.write_text('{"step": 1, "attempt": 1}\n')
+    folder.release()
     return folder
 
 
@@ -21,12 +25,8 @@ def test_a_new_folder(tmp_path: Path) -> None:
     config = run_config(checkpoint={"folder": "ckpt"}, metrics={"save_tb_folder": "curves"})
     assert folder.prepare(config) == folder.attempt == 1
     assert folder.path == tmp_path / "deep" / "er" / "tiny"
-    assert {path.name for path in folder.path.iterdir()} == {
-        "config.toml",
-        "ckpt",
-        "curves",
-        "logs",
-    }
+    assert {path.name for path in folder.path.iterdir()} == {"ckpt", "logs"}
+    folder.record(config)
     assert 'recipe = "recipes.tiny"' in folder.config_file.read_text()
 
 
@@ -52,7 +52,9 @@ def test_what_a_run_may_change(tmp_path: Path) -> None:
         metrics={"log_freq": 1},
         parallelism={"data_parallel_replicate_degree": 2},
     )
-    assert RunFolder(tmp_path, "tiny").prepare(changed) == 2
+    folder = RunFolder(tmp_path, "tiny")
+    assert folder.prepare(changed) == 2
+    folder.record(changed)
     assert "steps = 40" in (tmp_path / "tiny" / "config.toml").read_text()
 
 
@@ -130,11 +132,37 @@ def test_a_config_of_another_version(tmp_path: Path, old: str, new: str, reason:
 def test_a_run_without_its_config_is_refused(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     folder.config_file.unlink()
-    assert RunFolder(tmp_path, "tiny").prepare(run_config()) == 2  # nothing of a run in it yet
-    folder.config_file.unlink()
-    (folder.path / "checkpoint" / "step-10").mkdir()
     with pytest.raises(ValueError, match=r"holds a run without its config\.toml"):
         RunFolder(tmp_path, "tiny").prepare(run_config())
+
+
+def test_an_attempt_that_never_trained_binds_nobody(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "tiny")
+    folder.prepare(run_config())
+    folder.record(run_config())
+    folder.release()
+    assert RunFolder(tmp_path, "tiny").prepare(run_config(model={"hidden_size": 8})) == 2
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path, "tiny")
+    first.prepare(run_config())
+    with pytest.raises(ValueError, match="another process trains in this folder"):
+        RunFolder(tmp_path, "tiny").prepare(run_config())
+    first.release()
+    assert RunFolder(tmp_path, "tiny").prepare(run_config()) == 2
+
+
+@pytest.mark.parametrize("section", [{"enable": False}, {"folder": "other"}])
+def test_checkpoints_are_not_passed_over(tmp_path: Path, section: dict[str, Any]) -> None:
+    folder = prepared(tmp_path)
+    saved = folder.path / "checkpoint" / "step-1"
+    saved.mkdir()
+    RunFolder(tmp_path, "tiny").prepare(run_config(checkpoint=section))  # not complete: no loss
+    (saved / "COMMITTED").touch()
+    with pytest.raises(ValueError, match=r"holds checkpoints, in checkpoint/"):
+        RunFolder(tmp_path, "tiny").prepare(run_config(checkpoint=section))
+    assert folder.metrics_file.read_text() == '{"step": 1, "attempt": 1}\n'
 
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:

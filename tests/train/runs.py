@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.config import load_config
-from titan_moe.train import train
+from titan_moe.train import Trainer, train
 from titan_moe.world import StopSignal, World
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +103,21 @@ def train_here(recipe: Path, *overrides: str) -> None:
     train(config, world, StopSignal())
 
 
+def stop_here(recipe: Path, step: int, *overrides: str) -> None:
+    """A case for the pool: as `train_here`, but told to stop while it does `step`."""
+
+    class Stop:
+        @property
+        def reason(self) -> str | None:
+            return "a test" if trainer.step >= step else None
+
+    config = load_config(recipe, overrides, world=dist.get_world_size())
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    trainer = Trainer(config, world, Stop())  # type: ignore[arg-type]
+    trainer.run()
+    assert trainer.step == step
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Whole lines of a file that may be being written."""
     if not path.exists():
@@ -132,13 +147,17 @@ def start(recipe: Path, *overrides: str, processes: int = 1) -> subprocess.Popen
     )
 
 
+def family(process: subprocess.Popen[str]) -> list[int]:
+    """The process and all below it, which torchrun puts into sessions of their own."""
+    members = [process.pid]
+    for pid in members:
+        members += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return members
+
+
 def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to the process and all below it, which torchrun puts into sessions of their own."""
-    victims = [process.pid]
-    for pid in victims:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        victims += map(int, children)
-    for pid in victims:
+    """SIGKILL to the whole family."""
+    for pid in family(process):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -27,5 +27,5 @@ def test_it_learns_more_than_byte_pairs(tmp_path: Path) -> None:
     last = lines_of(tmp_path / "debug/validation.jsonl")[-1]
     print(done.stdout)
     assert last["nats_per_byte"] <= last["bigram_nats_per_byte"] - WON, last
-    assert f"byte-bigram {last['bigram_nats_per_byte']:.3f}" in done.stdout
+    assert f"byte-bigram entropy {last['bigram_nats_per_byte']:.3f}" in done.stdout
     assert lines_of(tmp_path / "debug/metrics.jsonl")[-1]["moe"]["dead_experts"] == 0

@@ -1,6 +1,8 @@
 """Killed, or told to stop, at any step: the run goes on as if nothing had happened, bit for bit."""
 
+import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,12 @@ import pytest
 from tests.pool import Pool
 from tests.train.runs import (
     assert_same,
+    family,
     finish,
     kill,
     lines_of,
     start,
+    stop_here,
     train_here,
     wait_for_step,
     write_recipe,
@@ -102,3 +106,56 @@ def test_one_signalled_process_stops_all(recipe: Path) -> None:
     stopped_at = lines_of(run / "metrics.jsonl")[-1]["step"]
     assert stopped_at < STEPS
     assert (run / "checkpoint" / f"step-{stopped_at}" / "COMMITTED").is_file(), output
+
+
+def test_processes_whose_launcher_is_gone_save_and_end(recipe: Path) -> None:
+    run = recipe.parent / "runs" / "orphans"
+    torchrun = start(
+        recipe,
+        "--training.steps=4000",
+        "--lr_scheduler.total_steps=4000",
+        f"--job.name={run.name}",
+        processes=2,
+    )
+    wait_for_step(torchrun, run / "metrics.jsonl", 5)
+    orphans = family(torchrun)[1:]
+    os.kill(torchrun.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60.0
+    while any(Path(f"/proc/{pid}").exists() for pid in orphans):
+        assert time.monotonic() < deadline, "still training, though nobody could stop them"
+        time.sleep(0.1)
+    finish(torchrun)
+    stopped_at = lines_of(run / "metrics.jsonl")[-1]["step"]
+    assert (run / "checkpoint" / f"step-{stopped_at}" / "COMMITTED").is_file()
+    assert "the launcher's end" in (run / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize("step", [8, STEPS])
+def test_a_validation_that_a_stop_cut_off_is_made_up_for(
+    recipe: Path, pool: Pool, step: int
+) -> None:
+    runs = recipe.parent / "runs"
+    name = f"--job.name=cut-off-{step}"
+    pool.run(2, stop_here, recipe, step, LONG, name)
+    before = lines_of(runs / f"cut-off-{step}/validation.jsonl")
+    assert step not in [record["step"] for record in before]
+    pool.run(2, train_here, recipe, LONG, name)
+    pool.run(2, train_here, recipe, LONG, name)  # complete: nothing is said twice
+    for file in ("validation.jsonl", "metrics.jsonl"):
+        got, expected = (lines_of(runs / run / file) for run in (f"cut-off-{step}", "unbroken-2"))
+        assert_same(got, expected)
+
+
+def test_going_back_begins_a_branch_that_later_launches_follow(recipe: Path, pool: Pool) -> None:
+    run = recipe.parent / "runs" / "branch"
+    keep = ["--job.name=branch", "--checkpoint.keep_latest_k=0"]
+    pool.run(1, train_here, recipe, "--training.steps=20", *keep)
+    old = lines_of(run / "metrics.jsonl")
+    again = ["--optimizer.lr=1e-2", *keep]
+    pool.run(1, train_here, recipe, "--training.steps=14", "--checkpoint.load_step=8", *again)
+    pool.run(1, train_here, recipe, "--training.steps=24", *again)
+    records = lines_of(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 25))
+    assert [record["attempt"] for record in records] == [1] * 8 + [2] * 6 + [3] * 10
+    assert records[8]["lr"] != old[8]["lr"]
+    assert (run / "checkpoint" / "step-20.abandoned" / "COMMITTED").is_file()

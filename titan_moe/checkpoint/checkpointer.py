@@ -175,8 +175,8 @@ class Checkpointer:
                 )
             if step != steps[-1]:
                 logger.warning(
-                    "resuming from step %d, though step %d is complete: later checkpoints stay "
-                    "until their step is saved again",
+                    "resuming from step %d, though step %d is complete: the next save sets later "
+                    "checkpoints aside, as step-<n>.abandoned",
                     step,
                     steps[-1],
                 )
@@ -214,6 +214,14 @@ class _CommittingWriter(FileSystemWriter):
         path = disk.step_folder(self._folder, self._step)
         disk.write_durably(path / disk.TRAIN_STATE, self._train_state)
         disk.commit(path, self._step)
+        try:
+            self._clear_up()
+        except OSError as error:  # the checkpoint is safe, and training goes on
+            logger.warning("%s: cannot be cleared up: %s", self._folder, error)
+
+    def _clear_up(self) -> None:
+        for step in disk.set_aside(self._folder, self._step):
+            logger.info("checkpoint of step %d set aside: the run went back", step)
         for step in disk.purge(self._folder, self._keep_latest_k, self._step):
             logger.info("checkpoint of step %d deleted", step)
 

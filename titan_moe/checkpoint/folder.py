@@ -102,11 +102,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def set_aside(folder: Path, last_step: int) -> list[int]:
+    """Rename complete checkpoints later than `last_step` to `step-<n>.abandoned`: they are of a
+    branch that was left by going back, and the newest of it must not be taken for the run's newest.
+
+    Returns their steps. Nothing is deleted; the names are never loaded.
+    """
+    abandoned = [step for step in committed_steps(folder) if step > last_step]
+    for step in abandoned:
+        path = step_folder(folder, step)
+        name, number = f"{path.name}.abandoned", 2
+        while path.with_name(name).exists():
+            name, number = f"{path.name}.abandoned-{number}", number + 1
+        path.rename(path.with_name(name))
+    if abandoned:
+        sync_directory(folder)
+    return abandoned
+
+
 def purge(folder: Path, keep: int, last_step: int) -> list[int]:
     """Delete complete checkpoints up to `last_step` beyond the newest `keep`; 0 keeps all.
 
-    Later ones are left alone: a run that went back to an earlier step owns them no more than the
-    person who may still want them. Returns the steps deleted.
+    Returns the steps deleted.
     """
     if keep == 0:
         return []
@@ -114,7 +131,7 @@ def purge(folder: Path, keep: int, last_step: int) -> list[int]:
     for step in doomed:
         remove(step_folder(folder, step))
     for leftover in folder.glob(f"{_DOOMED_PREFIX}step-*"):  # of a purge that was killed
-        shutil.rmtree(leftover)
+        _delete(leftover)
     return doomed
 
 
@@ -122,11 +139,18 @@ def remove(checkpoint: Path) -> None:
     """Delete a step folder of ours, complete or not, so that no half of it is ever loadable."""
     assert _STEP_NAME.fullmatch(checkpoint.name), checkpoint
     doomed = checkpoint.with_name(_DOOMED_PREFIX + checkpoint.name)
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    _delete(doomed)
     checkpoint.rename(doomed)
     sync_directory(doomed.parent)
-    shutil.rmtree(doomed)
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """A folder and all in it; of a link, the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def write_durably(path: Path, text: str) -> None:

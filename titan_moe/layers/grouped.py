@@ -16,6 +16,13 @@ def grouped_mm(rows_RD: Tensor, weights_EDF: Tensor, offsets_E: Tensor) -> Tenso
     offsets_E: int32, the last one R. Groups may be empty. torch refuses an expanded gradient of the
     result (`out.sum()` makes one; weighting the rows makes a whole one of it).
     """
+    # torch wants rows of whole 16 bytes; zeros add nothing to a sum, and their columns are cut off.
+    alignment = 16 // rows_RD.element_size()
+    pad_D, pad_F = (-size % alignment for size in weights_EDF.shape[1:])
+    if pad_D or pad_F:
+        padded_RD = F.pad(rows_RD, (0, pad_D))
+        padded_EDF = F.pad(weights_EDF, (0, pad_F, 0, pad_D))
+        return grouped_mm(padded_RD, padded_EDF, offsets_E)[:, : weights_EDF.shape[2]]
     if rows_RD.dtype == torch.bfloat16:
         return F.grouped_mm(rows_RD, weights_EDF, offs=offsets_E)
     # torch computes the other dtypes too, but traces (compiler, meta device) bf16 alone.

@@ -1,11 +1,16 @@
 """What a person watches: one aligned line per logged step. No torch."""
 
+import logging
 import os
+import re
 import sys
 from typing import Any, TextIO
 
 _BOLD, _DIM, _RED, _CYAN, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[36m", "\x1b[0m"
+_PAINT = re.compile("\x1b\\[\\d+m")
 _UNKNOWN = "-"
+
+logger = logging.getLogger(__name__)
 
 
 class Console:
@@ -35,7 +40,7 @@ class Console:
         loss = self._painted(f"{record['nats_per_byte']:.3f} nats/byte", _BOLD)
         self._print(
             f"{name}: {loss}, {record['bits_per_byte']:.2f} bits/byte; "
-            f"byte-bigram {record['bigram_nats_per_byte']:.3f}"
+            f"byte-bigram entropy {record['bigram_nats_per_byte']:.3f} nats/byte"
         )
 
     def _painted(self, text: str, color: str) -> str:
@@ -43,6 +48,7 @@ class Console:
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
+        logger.debug(_PAINT.sub("", line))  # for the log file; a terminal may be gone tomorrow
 
 
 def _cells(record: dict[str, Any], total_steps: int) -> list[tuple[str, int, str, str]]:

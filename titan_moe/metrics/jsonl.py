@@ -22,6 +22,13 @@ class JsonLines:
         with self.path.open("ab", buffering=0) as file:
             file.write(line.encode())
 
+    def values(self, step: int, key: str) -> list[Any]:
+        """`key` of each record of `step`."""
+        if not self.path.exists():
+            return []
+        records = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
+        return [record[key] for record in records if record["step"] == step]
+
     def truncate(self, step: int) -> None:
         """Keep the records up to `step`; a torn line goes too. Whole or not at all."""
         if not self.path.exists():

@@ -165,6 +165,10 @@ class MetricsLogger:
         self._console.validation(record)
         self._draw(step, record, prefix=f"validation/{name}/")
 
+    def validated(self, step: int) -> list[str]:
+        """On rank 0, the sets whose validation after `step` has been reported before."""
+        return self._validations.values(step, "name")
+
     def close(self) -> None:
         """Write out what TensorBoard still holds back."""
         if self._tensorboard is not None:

@@ -5,18 +5,23 @@
   metrics.jsonl        one object per logged step
   validation.jsonl     one object per validation set and validation
   checkpoint/  tb/     as [checkpoint] and [metrics] name them
-  logs/                rank<r>.log of each process; attempts.jsonl, a line per start of the run
+  logs/                rank<r>.log of each process; attempts.jsonl, a line per start of the run;
+                       lock, held by the process that trains; torchrun's own files
 """
 
+import fcntl
 import json
+import logging
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import ValidationError
 
 from titan_moe.config import RunConfig, save_config
+
+logger = logging.getLogger(__name__)
 
 # Beside all of [model]: what a run cannot change without becoming another one.
 IDENTITY = (
@@ -37,26 +42,29 @@ class RunFolder:
         self.validation_file = self.path / "validation.jsonl"
         self.logs = self.path / "logs"
         self.attempt = 0
+        self._lock: IO[str] | None = None
 
     def prepare(self, config: RunConfig) -> int:
-        """Make the folder ready for an attempt, on one rank; returns the attempt's number.
+        """Enter the folder for an attempt, on one rank; returns the attempt's number.
 
         Raises:
-            ValueError: the folder cannot be written, or holds another model's run. Nothing in it
-                has been changed then.
+            ValueError: the folder cannot be written, another process trains in it, or it holds
+                another model's run, or checkpoints that this attempt would not look at. No part of
+                a run in it has been changed then.
         """
         checkpoints = self.path / config.checkpoint.folder
         try:
-            if self.config_file.is_file():
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            if self._holds_a_run():
+                if not self.config_file.is_file():
+                    raise ValueError(
+                        f"{self.path}: holds a run without its {self.config_file.name}, so nobody "
+                        f"can tell whose; {_REMEDY}"
+                    )
                 self._refuse_another_run(config)
-            elif self.metrics_file.exists() or any(checkpoints.glob("step-*")):
-                raise ValueError(
-                    f"{self.path}: holds a run without its {self.config_file.name}, so nobody can "
-                    f"tell whose; {_REMEDY}"
-                )
-            for folder in (checkpoints, self.path / config.metrics.save_tb_folder, self.logs):
-                folder.mkdir(parents=True, exist_ok=True)
-            save_config(config, self.config_file)
+                self._refuse_to_overlook_checkpoints(config)
+            checkpoints.mkdir(parents=True, exist_ok=True)
             self.attempt = self._count_attempt()
         except OSError as error:
             raise ValueError(
@@ -64,6 +72,47 @@ class RunFolder:
                 f"({error.strerror}); see job.dump_folder and job.name"
             ) from error
         return self.attempt
+
+    def record(self, config: RunConfig) -> None:
+        """Write config.toml, once the attempt is sure to begin."""
+        save_config(config, self.config_file)
+
+    def release(self) -> None:
+        """Let others train here. A process that ends, however it ends, releases too."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        path = self.logs / "lock"
+        lock = path.open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise ValueError(
+                f"{self.path}: another process trains in this folder (it holds {path}); stop it, "
+                "or choose another job.name"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s: cannot be locked (%s); start no second run there", path, error)
+        self._lock = lock
+
+    def _holds_a_run(self) -> bool:
+        """Whether an attempt got as far as a logged step or a checkpoint."""
+        logged = self.metrics_file.is_file() and self.metrics_file.stat().st_size > 0
+        return logged or any(self.path.glob("*/step-*"))
+
+    def _refuse_to_overlook_checkpoints(self, config: RunConfig) -> None:
+        """Starting over beside checkpoints would cut the metrics of the run that they belong to."""
+        there = {marker.parent.parent.name for marker in self.path.glob("*/step-*/COMMITTED")}
+        section = config.checkpoint
+        if there and (not section.enable or section.folder not in there):
+            raise ValueError(
+                f"{self.path}: holds checkpoints, in {', '.join(sorted(there))}/, that "
+                f"checkpoint.enable = {str(section.enable).lower()} and checkpoint.folder = "
+                f"{json.dumps(section.folder)} would pass over; resume from them, or {_REMEDY}"
+            )
 
     def _refuse_another_run(self, config: RunConfig) -> None:
         theirs, ours = self._identities(config)
