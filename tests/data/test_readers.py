@@ -65,6 +65,8 @@ def test_every_cursor_leads_to_its_document(
         ("a.jsonl", b'{"text": null}\n', "a.jsonl, line 1: field 'text' is null"),
         ("a.json", b'[{"text": "b"}]\n', "a.json, line 1: expected an object with fields.* list"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl, line 1: .* half of a surrogate pair"),
+        ("a.jsonl", GOOD + b'{"n": ' + b"9" * 4301 + b"}", "a.jsonl, line 2: JSON beyond"),
+        ("a.jsonl", GOOD + b"[" * 100_000, "a.jsonl, line 2: JSON beyond"),
         ("a.jsonl.gz", gzip.compress(GOOD * 99)[:-9], "a.jsonl.gz: cannot be decompressed"),
         ("a.jsonl.zst", b"not zstd at all", "a.jsonl.zst: cannot be decompressed"),
         ("a.parquet", b"PAR1 no", "a.parquet: cannot be read as parquet"),
@@ -140,6 +142,27 @@ def test_folders_of_one_format_only(tmp_path: Path) -> None:
     assert len(read_all(tmp_path / "parquet")) == 9
 
 
+def test_linked_folders_are_read(tmp_path: Path) -> None:
+    for name in ("a", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.txt").write_text(name)
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "a" / ".hidden").symlink_to(tmp_path / "nowhere")
+    assert read_all(tmp_path / "a") == ["a", "elsewhere"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl-folder", "hub"])
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("nowhere", "link is a broken link: .*nowhere"), (".", "back to a folder|leaves out linked")],
+)
+def test_links_that_give_nothing(kind: str, target: str, message: str, tmp_path: Path) -> None:
+    path = WRITERS[kind](tmp_path, make_documents(9))
+    (path / "link").symlink_to(target)
+    with pytest.raises(ValueError, match=message):
+        open_reader(source(path))
+
+
 def test_format_overrides_the_ending(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(GOOD)
     assert read_all(tmp_path / "a.log", format="jsonl") == ["good"]
@@ -209,8 +232,8 @@ def test_names_are_unique(tmp_path: Path) -> None:
 
 def test_standard_library() -> None:
     reader = open_reader(source("builtin:python-stdlib"))
-    root = Path(sysconfig.get_path("stdlib"))
-    names = [path.relative_to(root).as_posix() for path in reader.files]
+    root = Path(sysconfig.get_path("stdlib")).resolve()
+    names = [Path(name).relative_to(root).as_posix() for name in reader.origins()]
     assert "argparse.py" in names
     assert "json/decoder.py" in names
     assert names != sorted(names)

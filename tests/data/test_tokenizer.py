@@ -72,6 +72,18 @@ def test_json(tmp_path: Path) -> None:
     assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
 
 
+@pytest.mark.parametrize("text", ["", "x", "fünf six", " fünf", "naïve", "四"])
+def test_what_the_first_token_spells(text: str, tmp_path: Path) -> None:
+    """A byte-level token has a character for each byte that it stands for."""
+    assert tokenizer_of(section()).first_token_bytes(text) == len(text.encode()[:1])
+    path = write_tokenizer(tmp_path)
+    tokens = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).tokens
+    num_bytes = len(tokens[0]) if text else 0
+    whole = text.encode()[:num_bytes].decode(errors="ignore")  # without a part of a character
+    found = tokenizer_of(section(tokenizer=str(path))).first_token_bytes(text)
+    assert found == len(whole.encode())
+
+
 @pytest.mark.parametrize("eos_token", ["<s>", "</s>"])
 def test_four_combinations(eos_token: str, tmp_path: Path) -> None:
     """Also where BOS and EOS are one token: neither swallows the other."""

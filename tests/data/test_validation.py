@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections import Counter
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -183,6 +184,57 @@ def test_bigram_entropy_of_many_documents(tmp_path: Path, monkeypatch: pytest.Mo
     assert pieces.bigram_nats_per_byte == whole.bigram_nats_per_byte > 0.5
 
 
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize("across", [False, True])
+def test_bytes_are_those_that_labels_spell(add_bos: bool, across: bool, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path, ["-", "éa", "-", "", "-", "bcd" * 9, "-", "é"])
+    config = make_config(
+        source(path, holdout_every=2),
+        add_bos=add_bos,
+        add_eos=False,
+        loss_across_documents=across,
+        sets=held_out(),
+    )
+    [data] = build_validation(config, 0, 1)
+    labels = [label for row in all_rows(config, 1) for label in row["labels"]]
+    assert data.bytes == sum(0 <= label < 256 for label in labels)
+
+
+def test_certain_pairs_are_no_negative_zero(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path, ["-", "abc"])
+    [data] = build_validation(make_config(source(path, holdout_every=2), sets=held_out()), 0, 1)
+    assert str(data.bigram_nats_per_byte) == "0.0"
+
+
+@pytest.mark.parametrize("add_eos", [False, True])
+def test_nothing_to_predict(add_eos: bool, tmp_path: Path) -> None:
+    """Neither a label, nor labels that spell a byte."""
+    path = write_jsonl(tmp_path, ["-", ""] * 3)
+    config = make_config(source(path, holdout_every=2), add_eos=add_eos, sets=held_out())
+    with pytest.raises(ValueError, match=f"of which {3 * add_eos} are predicted and spell 0 bytes"):
+        build_validation(config, 0, 1)
+
+
+def test_no_other_source_reads_a_holdout(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path, ["a", "b", "c"])
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / ".." / path.name
+    for every, other_every in ((2, 0), (0, 2), (2, 2)):
+        sources = (
+            source(path, "one", holdout_every=every),
+            source(other, "two", holdout_every=other_every),
+        )
+        for build in (build_train_loader, build_validation):
+            with pytest.raises(
+                ValueError, match=r"corpus.jsonl is read by 'one' and 'two'.* leave"
+            ):
+                build(make_config(*sources), 0, 1)
+    build_train_loader(make_config(source(path, "one"), source(other, "two")), 0, 1)
+    (tmp_path / "other" / "link.jsonl").symlink_to(path)
+    with pytest.raises(ValueError, match=r"corpus.jsonl is read by 'one' and 'one'"):
+        build_validation(make_config(source(tmp_path, "one", holdout_every=2)), 0, 1)
+
+
 def test_refusals(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path, ["a", "b"])
     own = {"name": "own", "max_tokens": 9}
@@ -213,12 +265,49 @@ def test_hub_splits_are_told_apart(tmp_path: Path) -> None:
         sets = [ValidationSet(name="own", path=str(folder), split=split, max_tokens=9999)]
         config = make_config(source(folder), sets=sets, seq_len=64)
         if split == "train":
-            with pytest.raises(ValueError, match=r"set \(train\) is read by source 'corpus'"):
+            with pytest.raises(ValueError, match=r"train-0.parquet is read by source 'corpus'"):
                 build_validation(config, 0, 1)
         else:
             [data] = build_validation(config, 0, 1)
             expected = [f"{split} {i}" for i in range(3)]
             assert texts_of([batch["tokens"] for batch in data.batches()]) == expected
+
+
+@pytest.mark.parametrize(
+    ("trained", "validated", "refusal"),
+    [
+        (("hub", "train"), ("hub/data/train-0.parquet", "train"), "train-0.parquet is read by"),
+        (
+            ("hub/data/validation-0.parquet", "train"),
+            ("hub", "validation"),
+            "validation-0.parquet is read by",
+        ),
+        (("hub", "train+validation"), ("hub", "validation"), "validation-0.parquet is read by"),
+        (
+            ("o/n", "train[:50%] + test"),
+            ("O/n", "validation+train[50%:]"),
+            r"o/n \(default, train\) is read by",
+        ),
+        (("o/n", "all"), ("o/n", "validation"), "o/n: split 'all' does not say which"),
+        (("hub", "train"), ("hub/data/validation-0.parquet", "train"), None),
+    ],
+)
+def test_splits_and_their_files(
+    trained: tuple[str, str],
+    validated: tuple[str, str],
+    refusal: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "hub" / "data").mkdir(parents=True)
+    for split in ("train", "validation"):
+        pq.write_table(pa.table({"text": [split]}), tmp_path / f"hub/data/{split}-0.parquet")
+    monkeypatch.chdir(tmp_path)
+    path, split = validated
+    sets = [ValidationSet(name="own", path=path, split=split, max_tokens=99)]
+    config = make_config(source(trained[0], split=trained[1]), sets=sets)
+    with pytest.raises(ValueError, match=refusal) if refusal else nullcontext():
+        build_validation(config, 0, 1)
 
 
 def test_standard_library_bigram() -> None:

@@ -65,7 +65,7 @@ def build_train_loader(
 def build_validation(config: RunConfig, dp_rank: int, dp_degree: int) -> list[ValidationData]:
     """The sets of `[[validation.sets]]`, in their order.
 
-    Raises ValueError for a set that is empty, or that reads a file that training reads.
+    Raises ValueError for a set without anything to predict, or that reads what training reads.
     """
     data, training, validation = config.data, config.training, config.validation
     tokenizer = _tokenizer(config)
@@ -73,7 +73,7 @@ def build_validation(config: RunConfig, dp_rank: int, dp_degree: int) -> list[Va
     rows = validation.local_batch_size or training.rows_per_micro_batch(dp_degree)
     sets = []
     for section in validation.sets:
-        reader, every = _open_set(section, data, sources)
+        reader, every = _open_set(section, sources)
         sets.append(
             pack_documents(
                 section.name,
@@ -89,7 +89,7 @@ def build_validation(config: RunConfig, dp_rank: int, dp_degree: int) -> list[Va
     return sets
 
 
-def _open_set(section: ValidationSet, data: Data, sources: list[OpenSource]) -> tuple[Reader, int]:
+def _open_set(section: ValidationSet, sources: list[OpenSource]) -> tuple[Reader, int]:
     """A set's reader, and how many of its documents make one of the set."""
     where = f"validation set {section.name!r}"
     if (section.holdout_of is None) == (section.path is None):
@@ -102,29 +102,47 @@ def _open_set(section: ValidationSet, data: Data, sources: list[OpenSource]) -> 
             raise ValueError(f"{where}: source {source.name!r} has holdout_every = 0")
         return source.reader, source.holdout_every
     reader = open_reader(section)
-    files = {path.resolve() for path in reader.files}
-    for trained, source in zip(data.sources, sources, strict=True):
-        shared = sorted(files & {path.resolve() for path in source.reader.files})
-        what = str(shared[0]) if shared else f"{section.path} ({section.split})"
-        keys = ("path", "subset", "split")
-        is_same = reader.format == "hub" and all(
-            getattr(section, key) == getattr(trained, key) for key in keys
-        )
-        if shared or is_same:
+    origins = set(reader.origins())
+    for source in sources:
+        shared = origins.intersection(source.reader.origins())
+        if shared:
             raise ValueError(
-                f"{where}: {what} is read by source {source.name!r}; "
+                f"{where}: {min(shared)} is read by source {source.name!r}; "
                 "use holdout_of to keep some of its documents from training"
             )
     return reader, 1
 
 
 def open_sources(data: Data) -> list[OpenSource]:
-    """Readers of `[[data.sources]]`. Raises ValueError for a missing path or two equal names."""
+    """Readers of `[[data.sources]]`.
+
+    Raises ValueError for a missing path, two equal names, or held-out documents that are read by
+    another source too.
+    """
     names = [section.name for section in data.sources]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"data.sources: two are named {name!r}")
-    return [OpenSource(s.name, s.weight, s.holdout_every, open_reader(s)) for s in data.sources]
+    sources = [OpenSource(s.name, s.weight, s.holdout_every, open_reader(s)) for s in data.sources]
+    if any(source.holdout_every for source in sources):
+        _check_holdouts(sources)
+    return sources
+
+
+def _check_holdouts(sources: list[OpenSource]) -> None:
+    """Raises ValueError if anything that is read twice, by one source or two, has a holdout: the
+    documents kept back in one place would be trained on in the other."""
+    read_by: dict[str, OpenSource] = {}
+    for source in sources:
+        for origin in source.reader.origins():
+            if origin not in read_by:
+                read_by[origin] = source
+            elif source.holdout_every or read_by[origin].holdout_every:
+                names = f"{read_by[origin].name!r} and {source.name!r}"
+                raise ValueError(
+                    f"data.sources: {origin} is read by {names}, and what one reading holds out "
+                    "the other trains on; leave it to one source, or set holdout_every = 0"
+                )
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:

@@ -36,6 +36,11 @@ class Tokenizer(ABC):
         return ids
 
     @abstractmethod
+    def first_token_bytes(self, text: str) -> int:
+        """UTF-8 bytes of `text` that its first token spells. A character that several tokens
+        of a tokenizer.json share counts as the last one's."""
+
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, without special tokens; broken UTF-8 becomes U+FFFD."""
 
@@ -50,6 +55,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def first_token_bytes(self, text: str) -> int:
+        return min(len(text), 1)  # a byte is a token here, whatever character it belongs to
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < BYTE_BOS).decode("utf-8", errors="replace")
@@ -94,6 +102,12 @@ class JsonTokenizer(Tokenizer):
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int32)
 
+    def first_token_bytes(self, text: str) -> int:
+        spans = self._backend.encode(text, add_special_tokens=False).offsets[:2]
+        # The second token begins inside the first one's span where they share a character.
+        ends = [end for _, end in spans[:1]] + [begin for begin, _ in spans[1:]]
+        return len(text[: min(ends, default=0)].encode("utf-8"))
+
     def decode(self, ids: Iterable[int]) -> str:
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
@@ -129,6 +143,7 @@ class DocumentEncoder:
 
     def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> None:
         self._tokenizer = tokenizer
+        self._add_bos = add_bos
         self._dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
         self._before = self._special(tokenizer.bos_id, add_bos)
         self._after = self._special(tokenizer.eos_id, add_eos)
@@ -140,3 +155,7 @@ class DocumentEncoder:
     def __call__(self, text: str) -> np.ndarray:
         body = self._tokenizer.encode_array(text).astype(self._dtype, copy=False)
         return np.concatenate([self._before, body, self._after])
+
+    def first_token_bytes(self, text: str) -> int:
+        """UTF-8 bytes of `text` that a document's first token spells; BOS spells none."""
+        return 0 if self._add_bos else self._tokenizer.first_token_bytes(text)

@@ -24,7 +24,9 @@ PAIRS_AT_A_TIME = 1 << 20
 class ValidationData:
     """One set, as one data rank sees it.
 
-    bytes: UTF-8 bytes of all its documents, on all ranks.
+    bytes: UTF-8 bytes that predicted tokens spell, on all ranks: all of its documents', but what
+        their first tokens spell where these are not predicted. Without BOS that is so in every
+        document, or with loss_across_documents in the set's first only.
     bigram_nats_per_byte: H(next byte | byte) of those documents, what a table of byte pairs fitted
         to this very text would reach.
     """
@@ -92,26 +94,31 @@ def pack_documents(
     """
     pieces: list[np.ndarray] = []
     starts: list[int] = []
-    num_tokens = 0
+    num_tokens = num_bytes = 0
     bigrams = _BigramCounts()
     for document in documents:
         text = document.read()
         tokens = encode(text)
-        bigrams.add(text.encode("utf-8"))
+        content = text.encode("utf-8")
+        bigrams.add(content)
         if len(tokens):
+            num_bytes += len(content)
+            if not (starts and rules.loss_across_documents):
+                num_bytes -= encode.first_token_bytes(text)
             pieces.append(tokens)
             starts.append(num_tokens)
             num_tokens += len(tokens)
         if num_tokens >= max_tokens:
             break
-    if num_tokens < 2:
+    num_labels = num_tokens - len(starts[:1] if rules.loss_across_documents else starts)
+    if num_labels == 0 or num_bytes == 0:
         raise ValueError(
-            f"validation set {name!r}: its documents make {num_tokens} tokens; there is nothing "
-            "to predict"
+            f"validation set {name!r}: its documents make {num_tokens} tokens, of which "
+            f"{num_labels} are predicted and spell {num_bytes} bytes; there is nothing to predict"
         )
     return ValidationData(
         name=name,
-        bytes=bigrams.num_bytes,
+        bytes=num_bytes,
         bigram_nats_per_byte=bigrams.conditional_entropy_nats(),
         tokens=np.concatenate(pieces),
         starts=np.array(starts),
@@ -126,13 +133,11 @@ class _BigramCounts:
     """Counts of neighbouring bytes within documents."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
         self._counts = np.zeros(1 << 16, dtype=np.int64)
         self._pending: list[np.ndarray] = []
         self._num_pending = 0
 
     def add(self, document: bytes) -> None:
-        self.num_bytes += len(document)
         values = np.frombuffer(document, dtype=np.uint8).astype(np.int32)
         self._pending.append(values[:-1] << 8 | values[1:])
         self._num_pending += len(values)
@@ -153,5 +158,5 @@ class _BigramCounts:
             return 0.0
         first, second = np.nonzero(pairs)
         seen = pairs[first, second]
-        conditional = seen / pairs.sum(axis=1)[first]
-        return float(-(seen * np.log(conditional)).sum() / total)
+        # ln of 1/p rather than -ln p: of pairs that are certain it is 0.0, not -0.0.
+        return float((seen * np.log(pairs.sum(axis=1)[first] / seen)).sum() / total)

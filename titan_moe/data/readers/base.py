@@ -7,7 +7,7 @@ own affair, but in a reader of files its first entry is the file's number.
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -46,10 +46,12 @@ class Reader(ABC):
     def fingerprint(self) -> dict[str, Any]:
         """JSON-able; equal as long as cursors mean the same places."""
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Local files that it reads."""
-        return ()
+    @abstractmethod
+    def origins(self) -> list[str]:
+        """Where its documents come from: readers without a common name share no document.
+
+        Raises ValueError where that cannot be told.
+        """
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,38 @@ class FilesReader(Reader):
     def fingerprint(self) -> dict[str, Any]:
         return self.listing.fingerprint()
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self.listing.paths()
+    def origins(self) -> list[str]:
+        return resolved(self.listing.paths())
+
+
+def resolved(paths: Iterable[Path]) -> list[str]:
+    """One name for a file, however it is spelled or linked."""
+    return [str(path.resolve()) for path in paths]
+
+
+def files_below(
+    folder: Path, hidden: tuple[str, ...], *, follow: bool, above: frozenset[Path] = frozenset()
+) -> Iterator[Path]:
+    """All files below a folder, but what lies under a name that begins with one of `hidden`.
+
+    follow: go into linked folders. above: folders on the way here, links resolved.
+    Raises ValueError for a link that leads nowhere, to a folder above it or, unless `follow`, to a
+    folder: what it should give would be missing without a word.
+    """
+    above |= {folder.resolve()}
+    for path in folder.iterdir():
+        if path.name.startswith(hidden):
+            continue
+        if path.is_dir():
+            if path.is_symlink() and not follow:
+                raise ValueError(f"{path}: `datasets` leaves out linked folders; link its files")
+            if path.resolve() in above:
+                raise ValueError(f"{path} leads back to a folder above it; remove the link")
+            yield from files_below(path, hidden, follow=follow, above=above)
+        elif path.is_file():
+            yield path
+        elif path.is_symlink():
+            raise ValueError(f"{path} is a broken link: there is no {path.readlink()}")
 
 
 def text_of(row: Any, field: str, where: str) -> str:

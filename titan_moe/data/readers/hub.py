@@ -1,6 +1,6 @@
 """Data sets of the Hugging Face hub, streamed; also those laid out like it in a local folder."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from titan_moe.data.readers.base import (
     Listing,
     Reader,
     checked_text,
+    files_below,
     no_such_field,
+    resolved,
 )
 
 # Rows between two snapshots of the library's own position; fewer than that are read again.
@@ -40,13 +42,21 @@ class HubReader(Reader):
     size_bytes = 0
 
     def __init__(self, path: str, subset: str | None, split: str, text_field: str) -> None:
-        self._path = path
+        folder = Path(path).expanduser()
+        self._path = str(folder) if folder.is_dir() else path
+        self._files: Listing | None = None
+        if folder.is_dir():
+            files = files_below(folder, (".",), follow=False)
+            names = sorted(file.relative_to(folder).as_posix() for file in files)
+            self._files = Listing.of(folder, names)
         self._subset = subset
         self._split = split
         self._text_field = text_field
 
     def documents(self, cursor: Cursor | None) -> Iterator[Document]:
-        dataset = self._open()
+        from datasets import load_dataset  # takes seconds to import, and only a hub source needs it
+
+        dataset = self._call(load_dataset, split=self._split, streaming=True)
         snapshot, snapshot_row, first_row = cursor or (None, 0, 0)
         if snapshot is not None:
             dataset.load_state_dict(snapshot)
@@ -68,13 +78,9 @@ class HubReader(Reader):
     def _where(self) -> str:
         return f"{self._path} ({self._split})"
 
-    def _open(self) -> Any:
-        from datasets import load_dataset  # takes seconds to import, and only a hub source needs it
-
-        folder = Path(self._path).expanduser()
-        path = str(folder) if folder.is_dir() else self._path
+    def _call(self, load: Callable[..., Any], **keys: Any) -> Any:
         try:
-            return load_dataset(path, name=self._subset, split=self._split, streaming=True)
+            return load(self._path, name=self._subset, **keys)
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(
                 f"{self._path} (subset {self._subset}, split {self._split}): {error}"
@@ -84,10 +90,28 @@ class HubReader(Reader):
         return 0
 
     def fingerprint(self) -> dict[str, Any]:
-        folder = Path(self._path).expanduser()
-        if folder.is_dir():
-            names = sorted(
-                p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()
-            )
-            return Listing.of(folder, names).fingerprint()
-        return {"hub": self._path}
+        return self._files.fingerprint() if self._files else {"hub": self._path}
+
+    def origins(self) -> list[str]:
+        """Files of the splits; of a data set that is not local, its splits themselves."""
+        splits = _names_of_splits(self._split, self._path)
+        if self._files is None:
+            subset = self._subset or "default"
+            return [f"{self._path.lower()} ({subset}, {split})" for split in splits]
+        from datasets import load_dataset_builder
+
+        files = self._call(load_dataset_builder).config.data_files
+        return resolved(Path(file) for split in splits for file in files.get(split, ()))
+
+
+def _names_of_splits(expression: str, path: str) -> list[str]:
+    """Splits that 'a+b[:50%]' reads; a slice of one stands for all of it.
+
+    Raises ValueError for 'all', which names none.
+    """
+    names = [part.split("[")[0].strip() for part in expression.split("+")]
+    if "all" in names:
+        raise ValueError(
+            f"{path}: split {expression!r} does not say which; name the splits, joined by '+'"
+        )
+    return names

@@ -54,6 +54,8 @@ def _text(line: bytes, text_field: str, path: Path, line_number: int) -> str:
         row = json.loads(content)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: broken JSON: {error.msg} (column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
+        raise ValueError(f"{where}: JSON beyond what can be read: {error}") from error
     text = text_of(row, text_field, where)
     if "\\u" in content and not _is_unicode(text):
         raise ValueError(f"{where}: field {text_field!r} holds half of a surrogate pair")

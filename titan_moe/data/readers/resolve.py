@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from titan_moe.config.sections import Source, ValidationSet
-from titan_moe.data.readers.base import FilesReader, Listing, Reader
+from titan_moe.data.readers.base import FilesReader, Listing, Reader, files_below
 from titan_moe.data.readers.columns import ArrowReader, ParquetReader
 from titan_moe.data.readers.hub import HubReader, is_hub_folder
 from titan_moe.data.readers.jsonl import JsonlReader
@@ -18,7 +18,8 @@ ENDINGS = {
     "text": (".txt", ".text", ".md"),
 }
 COMPRESSED = (".gz", ".zst")
-# What `datasets` and big-data writers leave beside the data.
+# What `datasets` and big-data writers leave beside the data: beginnings of names, and names.
+HIDDEN = (".", "_")
 COMPANIONS = {"dataset_info.json", "dataset_dict.json", "state.json"}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -27,7 +28,7 @@ def open_reader(section: Source | ValidationSet) -> Reader:
     """The reader of a source or a validation set. Opens no document yet.
 
     Raises ValueError for a path that is not there, an empty file or folder, an ending that says
-    nothing, formats mixed in one folder, or a builtin that does not exist.
+    nothing, formats mixed in one folder, a broken or circular link, or a builtin that is not there.
     """
     assert section.path is not None, "only sets with a path of their own are opened"
     where = f"source {section.name!r}"
@@ -78,22 +79,20 @@ def _format_of(name: str) -> str | None:
 
 
 def _list_files(path: Path, wanted: str, where: str) -> Listing:
-    """The file itself; or all files below the folder, those of `wanted` if it has endings."""
+    """The file itself; or all files below the folder, those of `wanted` if it has endings.
+
+    Linked folders are followed.
+    """
     if path.is_file():
         return Listing.of(path.parent, [path.name])
-    names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
-    names = [name for name in names if not _is_companion(name)]
+    files = [file for file in files_below(path, HIDDEN, follow=True) if file.name not in COMPANIONS]
+    names = sorted(file.relative_to(path).as_posix() for file in files)
     if wanted in ENDINGS and wanted != "text":
         names = [name for name in names if _format_of(name) == wanted]
     if not names:
         what = "files" if wanted == "auto" else f"{wanted} files"
         raise ValueError(f"{where}: no {what} in folder {path}")
     return Listing.of(path, names)
-
-
-def _is_companion(name: str) -> bool:
-    parts = name.split("/")
-    return parts[-1] in COMPANIONS or any(part.startswith((".", "_")) for part in parts)
 
 
 def _common_format(listing: Listing, where: str) -> str:

@@ -28,10 +28,11 @@ def python_stdlib() -> TextReader:
     """The .py files of the running Python's standard library, in the order of their names' hashes.
 
     Neighbours in that order are unrelated, so every n-th file is a fair sample of the whole. Files
-    in another encoding than UTF-8 (the library has a few, to test itself) are left out.
+    in another encoding than UTF-8 (the library has a few, to test itself) are left out, and links,
+    which some systems set from one of its files to another.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    names = [path.relative_to(root) for path in root.rglob("*.py")]
+    names = [path.relative_to(root) for path in root.rglob("*.py") if not path.is_symlink()]
     own = [n for n in names if not {"site-packages", "dist-packages"} & set(n.parts)]
     ordered = sorted((n.as_posix() for n in own), key=lambda n: hashlib.sha256(n.encode()).digest())
     readable = [name for name in ordered if _is_utf8(root / name)]
