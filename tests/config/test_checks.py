@@ -1,229 +1,29 @@
 """What must hold between keys. Every row of the table is seen to refuse, with its arithmetic."""
 
+import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import Unigram, WordLevel
 
+from tests.config.refused import HELD_OUT, REFUSED, SETS
 from titan_moe.config import ConfigError, load_config
 from titan_moe.config.checks import CHECKS
+from titan_moe.config.checks_disk import ids_in
 
-SETS = "--validation.sets="
-HELD_OUT = SETS + "[{name = 'v', holdout_of = 'stdlib', max_tokens = 9}]"
 
-# name of the row -> (overrides, processes, what is said before the reason)
-REFUSED: dict[str, list[tuple[list[str], int | None, str]]] = {
-    "degrees fill the world": [
-        (
-            ["--parallelism.data_parallel_shard_degree=2"],
-            4,
-            "command line: parallelism.data_parallel_shard_degree = 2: replicate 1 * shard 2 = 2, "
-            "but there are 4 processes; -1 takes what the others leave",
-        ),
-        (
-            ["--parallelism.data_parallel_replicate_degree=3"],
-            4,
-            "command line: parallelism.data_parallel_replicate_degree = 3: "
-            "does not divide the 4 processes",
-        ),
-    ],
-    "batch divides": [
-        (
-            ["--training.local_batch_size=4"],
-            4,
-            "tiny.toml: training.global_batch_size = 8: not a multiple of "
-            "4 data-parallel ranks * local_batch_size 4 = 16",
-        ),
-        (
-            ["--training.global_batch_size=9"],
-            None,
-            "command line: training.global_batch_size = 9: not a multiple of "
-            "1 data-parallel ranks * local_batch_size 2 = 2",
-        ),
-    ],
-    "ranks share streams": [
-        (
-            ["--data.num_streams=6"],
-            4,
-            "command line: data.num_streams = 6: not a multiple of 4 data-parallel ranks",
-        )
-    ],
-    "workers share streams": [
-        (
-            ["--training.dataloader.num_workers=3"],
-            4,
-            "command line: training.dataloader.num_workers = 3: more than "
-            "data.num_streams 8 / 4 data-parallel ranks = 2",
-        )
-    ],
-    "sequence within the rotary table": [
-        (
-            ["--training.seq_len=129"],
-            None,
-            "command line: training.seq_len = 129: more than model.max_seq_len 128, "
-            "the rotary limit",
-        )
-    ],
-    "backend masks documents": [
-        (
-            ["--training.attention_backend=sdpa"],
-            None,
-            'command line: training.attention_backend = "sdpa": cannot go with '
-            'training.document_mask = true; use "auto", "flex" or "blocked"',
-        )
-    ],
-    "warmup and decay fit": [
-        (
-            ["--lr_scheduler.warmup_steps=101"],
-            None,
-            "command line: lr_scheduler.warmup_steps = 101: longer than training.steps 100",
-        ),
-        (
-            [
-                "--lr_scheduler.decay_ratio=0.5",
-                "--lr_scheduler.total_steps=110",
-                "--lr_scheduler.warmup_steps=60",
-            ],
-            None,
-            "command line: lr_scheduler.warmup_steps = 60: "
-            "warmup 60 + decay 55 > lr_scheduler.total_steps 110",
-        ),
-    ],
-    "no step at rate zero": [
-        (
-            ["--lr_scheduler.total_steps=99"],
-            None,
-            "command line: lr_scheduler.total_steps = 99: less than training.steps 100; "
-            "raise it, or lr_scheduler.min_lr_factor above 0",
-        )
-    ],
-    "names differ": [
-        (
-            ["--data.sources.1.name=stdlib"],
-            None,
-            'command line: data.sources.1.name = "stdlib": data.sources.0 has the same name',
-        )
-    ],
-    "holdout leaves training data": [
-        (
-            ["--data.sources.0.holdout_every=1"],
-            None,
-            "command line: data.sources.0.holdout_every = 1: nothing is left to train on",
-        )
-    ],
-    "validation has sets": [
-        (
-            ["--validation.enable=true"],
-            None,
-            "command line: validation.enable = true: there is no [[validation.sets]]",
-        )
-    ],
-    "validation set has one origin": [
-        (
-            [SETS + "[{name = 'v', max_tokens = 9}]"],
-            None,
-            'command line: validation.sets.0.name = "v": it has neither holdout_of nor path',
-        ),
-        (
-            [HELD_OUT, "--validation.sets.0.path=owner/hub"],
-            None,
-            'command line: validation.sets.0.path = "owner/hub": it also has holdout_of "stdlib"',
-        ),
-        (
-            [HELD_OUT, "--validation.sets.0.holdout_of=stlib"],
-            None,
-            'command line: validation.sets.0.holdout_of = "stlib": no data source has that name; '
-            'there are "stdlib", "notes"',
-        ),
-        (
-            [HELD_OUT, "--validation.sets.0.holdout_of=notes"],
-            None,
-            'command line: validation.sets.0.holdout_of = "notes": that source holds nothing out; '
-            "set its holdout_every to 2 or more",
-        ),
-    ],
-    "validation apart from training": [
-        (
-            [SETS + "[{name = 'v', path = './notes.jsonl', max_tokens = 9}]"],
-            None,
-            'command line: validation.sets.0.path = "./notes.jsonl": '
-            'the data source "notes" trains on it',
-        ),
-        (
-            [SETS + "[{name = 'v', path = 'builtin:python-stdlib', max_tokens = 9}]"],
-            None,
-            'command line: validation.sets.0.path = "builtin:python-stdlib": '
-            'the data source "stdlib" trains on it',
-        ),
-        (
-            [
-                "--data.sources.1.path=owner/hub",
-                SETS + "[{name = 'v', path = 'owner/hub', split = 'train', max_tokens = 9}]",
-            ],
-            None,
-            'command line: validation.sets.0.path = "owner/hub": '
-            'the data source "notes" trains on it',
-        ),
-    ],
-    "vocabulary covers bytes": [
-        (
-            ["--model.vocab_size=258"],
-            None,
-            "command line: model.vocab_size = 258: less than the 259 ids of the byte tokenizer",
-        )
-    ],
-    "tokenizer keys": [
-        (
-            ["--data.bos_token=<s>"],
-            None,
-            'command line: data.bos_token = "<s>": leave it out with data.tokenizer = "byte"',
-        ),
-        (
-            ["--data.tokenizer=tokenizer.json"],
-            None,
-            "tiny.toml: data.bos_token = (absent): data.add_bos = true needs it",
-        ),
-    ],
-    "local paths exist": [
-        (
-            ["--data.tokenizer=tokens.json", "--data.bos_token=<s>"],
-            None,
-            'command line: data.tokenizer = "tokens.json": no such file; '
-            'expected "byte" or a tokenizer.json',
-        ),
-        (
-            ["--data.sources.1.path=./note.jsonl"],
-            None,
-            'command line: data.sources.1.path = "./note.jsonl": no such file or folder; '
-            'for a data set on the hub, format = "hub"',
-        ),
-        (
-            ["--data.sources.1.path=owner/notes", "--data.sources.1.format=parquet"],
-            None,
-            'command line: data.sources.1.path = "owner/notes": no such file or folder',
-        ),
-        (
-            ["--data.sources.1.path=builtin:linux"],
-            None,
-            'command line: data.sources.1.path = "builtin:linux": no such built-in data; '
-            "there is builtin:python-stdlib",
-        ),
-    ],
-    "loading is enabled": [
-        (
-            ["--checkpoint.enable=false", "--checkpoint.load_step=10"],
-            None,
-            "command line: checkpoint.load_step = 10: checkpoint.enable is false",
-        )
-    ],
-    "profile fits its period": [
-        (
-            ["--profiling.enable_profiling=true", "--profiling.profile_freq=3"],
-            None,
-            "command line: profiling.profile_freq = 3: "
-            "less than profiler_warmup 3 + profiler_active 1 = 4",
-        )
-    ],
-}
+def files(start: Path) -> None:
+    """What the overrides name: a run whose logs are a file, and tokenizers."""
+    (start / "blocked" / "tiny").mkdir(parents=True)
+    (start / "blocked" / "tiny" / "logs").touch()
+    added = [{"id": 4, "content": "<s>"}]
+    for name, tokens in {
+        "tokenizer": {},
+        "words": {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": added},
+        "pieces": {"model": {"vocab": [["a", -1.5], ["<p>", -2.0]]}, "added_tokens": added},
+    }.items():
+        (start / f"{name}.json").write_text(json.dumps(tokens))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +31,7 @@ REFUSED: dict[str, list[tuple[list[str], int | None, str]]] = {
     [(row, *case) for row, cases in REFUSED.items() for case in cases],
 )
 def test_refused(start: Path, row: str, overrides: list[str], world: int | None, said: str) -> None:
-    (start / "tokenizer.json").write_text("{}")
+    files(start)
     reason = next(check.reason for check in CHECKS if check.name == row)
     with pytest.raises(ConfigError) as caught:
         load_config("tiny.toml", overrides, world, on_disk=True)
@@ -263,6 +63,11 @@ def test_every_row_is_tried() -> None:
         (["--training.dataloader.num_workers=2"], 4),
         ([HELD_OUT, "--validation.enable=true"], None),
         (["--model.vocab_size=259"], None),
+        (["--data.tokenizer=words.json", "--data.bos_token=<s>", "--model.vocab_size=5"], None),
+        (["--data.tokenizer=pieces.json", "--data.bos_token=<p>"], None),
+        (["--data.tokenizer=tokenizer.json", "--data.bos_token=<s>"], None),
+        (["--job.dump_folder=not/yet/there"], None),
+        (["--metrics.save_tb_folder=logs/tb"], None),
         (["--data.sources.1.path=owner/hub"], None),
         (["--data.sources.1.path=hub", "--data.sources.1.format=hub"], None),
         (
@@ -275,6 +80,7 @@ def test_every_row_is_tried() -> None:
     ],
 )
 def test_accepted(start: Path, overrides: list[str], world: int | None) -> None:
+    files(start)
     load_config("tiny.toml", overrides, world, on_disk=True)
 
 
@@ -283,6 +89,35 @@ def test_files_are_looked_for_only_where_the_run_starts(start: Path) -> None:
     load_config("tiny.toml", overrides)
     with pytest.raises(ConfigError, match="no such file"):
         load_config("tiny.toml", overrides, on_disk=True)
+
+
+def test_initial_weights_are_needed_once(start: Path) -> None:
+    there = ["--checkpoint.initial_load_path=step-5"]
+    (start / "step-5").mkdir()
+    (start / "step-5" / "COMMITTED").touch()
+    load_config("tiny.toml", there, on_disk=True)
+    gone = ["--checkpoint.initial_load_path=gone"]
+    load_config("tiny.toml", gone)
+    (start / "outputs/tiny/checkpoint/step-2").mkdir(parents=True)
+    load_config("tiny.toml", gone, on_disk=True)
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_config("tiny.toml", [*gone, "--checkpoint.enable=false"], on_disk=True)
+
+
+@pytest.mark.parametrize("model", [WordLevel({"a": 0, "<p>": 1}), Unigram([("a", -1.0), ("b", 0)])])
+def test_token_ids_are_those_of_the_library(start: Path, model: WordLevel | Unigram) -> None:
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["<s>", "a"])
+    tokenizer.add_tokens(["more"])
+    tokenizer.save("made.json")
+    assert ids_in("made.json") == tokenizer.get_vocab(with_added_tokens=True)
+
+
+def test_paths_that_no_file_can_have_are_not_there(start: Path) -> None:
+    long = "n" * 5000
+    for override in (f"--data.sources.1.path=./{long}", f"--checkpoint.initial_load_path={long}"):
+        with pytest.raises(ConfigError, match="no such"):
+            load_config("tiny.toml", [override], on_disk=True)
 
 
 def test_misfits_come_together(start: Path) -> None:

@@ -48,6 +48,19 @@ from titan_moe.config import ConfigError, load_config
             id="like nothing",
         ),
         pytest.param(
+            "[job]",
+            '"training.steps" = 2\n[job]',
+            'tiny.toml: unknown key "training.steps"; write training.steps, without the quotes',
+            id="in quotes",
+        ),
+        pytest.param(
+            "steps = 100",
+            'steps = 100\n"dataloader.num_workes" = 2',
+            'tiny.toml: unknown key training."dataloader.num_workes"; '
+            "did you mean training.dataloader.num_workers?",
+            id="in quotes and misspelt",
+        ),
+        pytest.param(
             "num_experts = 4",
             "num_experts = 4\nnum_group = 2",
             "tiny.toml: unknown key model.num_group; did you mean model.num_groups?",
@@ -74,11 +87,12 @@ def test_unknown_keys_name_the_nearest(message: Message, old: str, new: str, sai
         ("lr = 1e-3", "lr = inf", "inf: expected number > 0; it must be finite"),
         ("lr = 1e-3", "lr = true", "true: expected number > 0"),
         ("lr = 1e-3", "lr = -1", "-1: expected number > 0"),
+        ("rope_theta = 10000.0", "rope_theta = 1.0", "1.0: expected number > 1.0"),
         ("add_bos = true", "add_bos = 1", "1: expected true or false"),
         ("add_bos = true", 'add_bos = "true"', '"true": expected true or false; '
          "write true without quotes"),
-        ('name = "tiny"', "name = 7", '7: expected string, not empty, of the form '
-         '^[A-Za-z0-9_-][A-Za-z0-9._-]*$; write "7"'),
+        ('name = "tiny"', "name = 7", '7: expected string, not empty, at most 255 long, '
+         'of the form ^[A-Za-z0-9_-][A-Za-z0-9._-]*$; write "7"'),
         ("top_k = 2", "top_k = 2\ndecay_per_layer = true",
          "true: expected number or list of numbers"),
         ("top_k = 2", "top_k = 2\nrope_scaling = 2", "2: expected table"),
@@ -145,6 +159,49 @@ def test_folders_stay_in_the_run(message: Message) -> None:
     )
 
 
+def test_the_name_fits_a_folder(message: Message, start: Path) -> None:
+    said = message("", "", f"--job.name={'n' * 256}")
+    assert said.endswith("n...: expected string, not empty, at most 255 long, of "
+                         "the form ^[A-Za-z0-9_-][A-Za-z0-9._-]*$")  # fmt: skip
+    assert load_config("tiny.toml", [f"--job.name={'n' * 255}"]).job.name == "n" * 255
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "job.dump_folder",
+        "data.tokenizer",
+        "data.sources.0.path",
+        "checkpoint.folder",
+        "checkpoint.initial_load_path",
+        "metrics.save_tb_folder",
+    ],
+)
+def test_no_path_holds_nul(message: Message, key: str) -> None:
+    said = message("", "", f"--{key}=a\0b")
+    assert said == f'command line: {key} = "a\\u0000b": a path holds no NUL character'
+
+
+def test_more_than_toml_can_count(message: Message, start: Path) -> None:
+    deep = "[" * 1000 + "]" * 1000
+    for value, fault in {
+        "9" * 5000: "an integer of thousands of digits (at line 23)",
+        deep: "nested too deeply (at line 23)",
+        "1\nx" + ".a" * 3000 + " = 1": "nested too deeply (at line 24)",
+        "1\nx" + ".a" * 60 + " = 1": f"training.x{'.a' * 31}: nested too deeply",
+        "0x" + "f" * 4000: "training.steps: an integer of more than 64 bits",
+        f"{2**63}": "training.steps: an integer of more than 64 bits",
+    }.items():
+        said = message("steps = 100", f"steps = {value}")
+        assert said == f"tiny.toml: not valid TOML: {fault}"
+    for value in ("9" * 5000, deep, "0x" + "f" * 4000):
+        said = message("", "", f"--training.steps={value}")
+        assert said.startswith(f'command line: training.steps = "{value[:60]}')
+        assert said.endswith("...: expected integer > 0")
+    (start / "tiny.toml").write_text(TINY)
+    assert load_config("tiny.toml", [f"--debug.seed={2**63 - 1}"]).debug.seed == 2**63 - 1
+
+
 def test_all_faults_come_together(message: Message) -> None:
     said = message("steps = 100", "colour = 1", "--optimizer.lr=x", "--training.sq_len=1")
     assert said.splitlines() == [
@@ -191,6 +248,8 @@ def test_the_recipe_itself(message: Message, start: Path) -> None:
     [
         ("needs_more", "import not_there_at_all", "No module named 'not_there_at_all'"),
         ("has_a_bug", "RECIPE = 1 / 0", "ZeroDivisionError: division by zero"),
+        ("gives_up", "raise SystemExit(3)", "SystemExit: 3"),
+        ("says_much", "raise ValueError('two\\n lines')", "ValueError: two lines"),
     ],
 )
 def test_recipes_that_do_not_import(
@@ -216,6 +275,13 @@ def test_files(start: Path) -> None:
         return str(caught.value)
 
     assert told("tinny.toml") == "tinny.toml: no such file; did you mean tiny.toml?"
+    (start / "pyproject.toml").touch()
+    (start / "train_configs" / "family").mkdir(parents=True)
+    (start / "train_configs" / "family" / "small.toml").touch()
+    assert told("nope.toml") == "nope.toml: no such file"
+    assert told("project.toml") == "project.toml: no such file"
+    meant = "did you mean train_configs/family/small.toml?"
+    assert told("smal.toml") == f"smal.toml: no such file; {meant}"
     assert told("elsewhere/x.toml") == "elsewhere/x.toml: no such file"
     assert told(".") == ".: cannot be read: Is a directory"
     (start / "cut.toml").write_text("[job]\nname = x y\n")
@@ -224,6 +290,11 @@ def test_files(start: Path) -> None:
     assert told("twice.toml").startswith("twice.toml: not valid TOML: ")
     (start / "latin.toml").write_bytes("# Grüße".encode("latin-1"))
     assert told("latin.toml") == "latin.toml: not UTF-8 at byte 4"
+
+
+def test_a_byte_order_mark_is_no_fault(start: Path) -> None:
+    (start / "marked.toml").write_text(TINY, "utf-8-sig")
+    assert load_config("marked.toml") == load_config("tiny.toml")
 
 
 def test_it_is_a_value_error(start: Path) -> None:

@@ -97,7 +97,14 @@ def test_circles_are_refused(start: Path) -> None:
 def test_a_diamond_is_no_circle(start: Path) -> None:
     write(start, a='extends = "tiny.toml"\n', b='extends = "tiny.toml"\n[training]\nsteps = 50\n')
     write(start, c='extends = ["b.toml", "a.toml"]\n')
-    assert load_config("c.toml").training.steps == 100
+    config, document = load_config("c.toml"), read_document(Path("c.toml"))
+    assert config.training.steps == 50, "tiny.toml lies below b.toml, not again above it"
+    assert document.origin(("training", "steps")) == "b.toml"
+    assert document.origin(("training", "seq_len")) == "tiny.toml"
+    (start / "link.toml").symlink_to("tiny.toml")
+    write(start, a='extends = "link.toml"\n[optimizer]\nlr = 0.5\n')
+    config = load_config("c.toml")
+    assert (config.training.steps, config.optimizer.lr) == (50, 0.5)
 
 
 def test_what_extends_may_say(start: Path) -> None:
@@ -107,3 +114,8 @@ def test_what_extends_may_say(start: Path) -> None:
     assert told("b.toml") == f'b.toml: extends = ["tiny.toml", 1]: {wanted}'
     said = "tinny.toml: no such file (extended by c.toml); did you mean tiny.toml?"
     assert told("c.toml") == said
+    write(start, a='extends = "a\\u0000b.toml"\n')
+    said = '"a\\u0000b.toml": a path holds no NUL character (extended by a.toml)'
+    assert told("a.toml") == said
+    (start / "loop.toml").symlink_to("loop.toml")
+    assert told("loop.toml") == "loop.toml: cannot be read: Too many levels of symbolic links"

@@ -84,6 +84,23 @@ def test_optional_tables(start: Path) -> None:
     ]
 
 
+def test_home_is_the_same_to_all_readers(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(
+        "--job.dump_folder=~/runs",
+        "--data.tokenizer=~/t.json",
+        "--data.bos_token=<s>",
+        "--data.sources.1.path=~/notes",
+        "--validation.sets=[{name = 'v', path = '~/v', max_tokens = 9}]",
+        "--checkpoint.initial_load_path=~/step-3",
+    )
+    paths = [config.job.dump_folder, config.data.tokenizer, config.data.sources[1].path]
+    assert paths == ["/home/me/runs", "/home/me/t.json", "/home/me/notes"]
+    assert config.validation.sets[0].path == "/home/me/v"
+    assert config.checkpoint.initial_load_path == "/home/me/step-3"
+    assert load("--job.dump_folder=./x").job.dump_folder == "./x"
+
+
 def test_sizes_of_the_model(start: Path) -> None:
     config = load("--model.num_layers=4", "--model.num_groups=2")
     assert config.model.num_layers == 4
@@ -119,6 +136,10 @@ def test_the_recipe_may_be_named_here(start: Path) -> None:
         (["--training.steps.x=3"], "unknown key training.steps.x"),
         (["--training.0.x=3"], "unknown key training.0.x"),
         (["--data.sources.2.path=x"], "data.sources.2.path: data.sources has 2 entries, from 0 on"),
+        (["--data.sources.².path=x"], "unknown key data.sources.².path; "
+         "did you mean data.sources.path?"),
+        (["--data.sources." + "9" * 5000 + ".path=x"], f"unknown key data.sources.{'9' * 5000}.path"
+         "; did you mean data.sources.path?"),
         (["--validation.sets.0.path=x"], "validation.sets.0.path: there is no list "
          "validation.sets"),
     ],

@@ -7,22 +7,37 @@ one table's keys say about each other stands with that table, as a validator of 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import PurePath
 from typing import Any
 
 from titan_moe.config.checks_data import (
     duplicate_names,
     holdout_leaves_training_data,
-    local_paths_exist,
     tokenizer_keys,
     validation_apart_from_training,
     validation_set_has_one_origin,
     vocabulary_covers_bytes,
 )
+from titan_moe.config.checks_disk import (
+    LOGS,
+    initial_weights_are_there,
+    local_paths_exist,
+    run_folder_can_be_made,
+    tokenizer_fits,
+)
 from titan_moe.config.errors import Fault
-from titan_moe.config.keys import toml_text
+from titan_moe.config.keys import path_of, toml_text
 from titan_moe.config.sections import RunConfig
 
 Faults = Iterator[Fault]
+
+FILES_OF_THE_RUN = ("config.toml", "metrics.jsonl", "validation.jsonl")
+FOLDERS_IN_THE_RUN = (
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+)
 
 
 @dataclass(frozen=True)
@@ -41,18 +56,22 @@ class Check:
 def run_checks(config: RunConfig, world: int | None, on_disk: bool) -> list[tuple[str, str]]:
     """Every misfit as (key to blame, message): `key = value: arithmetic (reason)`."""
     return [
-        (fault.key, f"{fault.key} = {_value(config, fault.key)}: {fault.message} ({check.reason})")
+        (fault.key, f"{fault.key} = {_shown(config, fault.key)}: {fault.message} ({check.reason})")
         for check in CHECKS
         if on_disk or not check.on_disk
         for fault in check.faults(config, world)
     ]
 
 
-def _value(config: RunConfig, key: str) -> str:
-    def step(node: Any, part: str) -> Any:
-        return node[int(part)] if part.isdigit() else getattr(node, part)
+def _value(config: RunConfig, key: str) -> Any:
+    def step(node: Any, part: str | int) -> Any:
+        return node[part] if isinstance(part, int) else getattr(node, part)
 
-    value = reduce(step, key.split("."), config)
+    return reduce(step, path_of(key), config)
+
+
+def _shown(config: RunConfig, key: str) -> str:
+    value = _value(config, key)
     return "(absent)" if value is None else toml_text(value)
 
 
@@ -123,6 +142,13 @@ def backend_masks_documents(config: RunConfig, world: int | None) -> Faults:
         )
 
 
+def flex_has_documents(config: RunConfig, world: int | None) -> Faults:
+    if config.training.attention_backend == "flex" and not config.training.document_mask:
+        remedy = 'use "auto" or "sdpa"'
+        message = f"cannot go with training.document_mask = false; {remedy}"
+        yield Fault("training.attention_backend", message)
+
+
 def warmup_and_decay_fit(config: RunConfig, world: int | None) -> Faults:
     schedule, steps = config.lr_scheduler, config.training.steps
     total = schedule.total_steps or steps
@@ -159,6 +185,17 @@ def profile_fits_its_period(config: RunConfig, world: int | None) -> Faults:
         yield Fault("profiling.profile_freq", f"less than {arithmetic}")
 
 
+def folders_are_apart(config: RunConfig, world: int | None) -> Faults:
+    taken = {PurePath(LOGS): "the logs of the run"}
+    for key in FOLDERS_IN_THE_RUN:
+        folder = PurePath(_value(config, key))
+        if folder.parts[0] in FILES_OF_THE_RUN:
+            yield Fault(key, f"the run has a file {folder.parts[0]}")
+        elif folder in taken:
+            yield Fault(key, f"the same as {taken[folder]}")
+        taken.setdefault(folder, key)
+
+
 CHECKS = (
     Check(
         "degrees fill the world",
@@ -189,6 +226,11 @@ CHECKS = (
         "backend masks documents",
         "it could mask documents only with memory quadratic in the sequence",
         backend_masks_documents,
+    ),
+    Check(
+        "flex has documents",
+        "plain causal attention has a kernel of its own",
+        flex_has_documents,
     ),
     Check(
         "warmup and decay fit",
@@ -240,6 +282,29 @@ CHECKS = (
         "paths are relative to the folder that the run starts from",
         local_paths_exist,
         on_disk=True,
+    ),
+    Check(
+        "run folder can be made",
+        "the run makes its own folder below it",
+        run_folder_can_be_made,
+        on_disk=True,
+    ),
+    Check(
+        "initial weights are there",
+        "a run starts from it that has no checkpoint yet",
+        initial_weights_are_there,
+        on_disk=True,
+    ),
+    Check(
+        "tokenizer fits",
+        "every token needs a row of the embedding, and every name a token",
+        tokenizer_fits,
+        on_disk=True,
+    ),
+    Check(
+        "folders are apart",
+        "each kind of file has its own place in the run folder",
+        folders_are_apart,
     ),
     Check(
         "loading is enabled",

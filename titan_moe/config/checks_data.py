@@ -1,8 +1,7 @@
-"""Rows of the table of checks that concern data: sources, validation sets, tokenizer, paths."""
+"""Rows of the table of checks that concern data: sources, validation sets, tokenizer."""
 
-import re
+import os.path
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from titan_moe.config.errors import Fault
 from titan_moe.config.sections import RunConfig, Source, ValidationSet
@@ -11,7 +10,6 @@ Faults = Iterator[Fault]
 
 BYTE_TOKENIZER_SIZE = 259
 BUILTINS = ("builtin:python-stdlib",)
-FILE_ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
 def duplicate_names(config: RunConfig, world: int | None) -> Faults:
@@ -59,10 +57,12 @@ def validation_apart_from_training(config: RunConfig, world: int | None) -> Faul
 
 def _same_documents(entry: ValidationSet, source: Source) -> bool:
     """Whether both name the same data. Overlapping folders are found when they are listed."""
-    mine, theirs = (Path(str(e.path)).expanduser() for e in (entry, source))
-    if mine.resolve() != theirs.resolve():
+    mine, theirs = (os.path.realpath(str(e.path)) for e in (entry, source))
+    if mine != theirs:
         return False
-    return entry.path in BUILTINS or mine.is_file() or _part_of_it(entry) == _part_of_it(source)
+    return (
+        entry.path in BUILTINS or os.path.isfile(mine) or _part_of_it(entry) == _part_of_it(source)
+    )
 
 
 def _part_of_it(entry: ValidationSet | Source) -> tuple[str | None, ...]:
@@ -87,28 +87,3 @@ def tokenizer_keys(config: RunConfig, world: int | None) -> Faults:
             yield Fault(f"data.{name}_token", 'leave it out with data.tokenizer = "byte"')
         if data.tokenizer != "byte" and wanted and token is None:
             yield Fault(f"data.{name}_token", f"data.add_{name} = true needs it")
-
-
-def local_paths_exist(config: RunConfig, world: int | None) -> Faults:
-    data = config.data
-    if data.tokenizer != "byte" and not Path(data.tokenizer).expanduser().is_file():
-        yield Fault("data.tokenizer", 'no such file; expected "byte" or a tokenizer.json')
-    entries: list[tuple[str, Source | ValidationSet]] = [
-        *((f"data.sources.{i}.path", source) for i, source in enumerate(data.sources)),
-        *((f"validation.sets.{i}.path", entry) for i, entry in enumerate(config.validation.sets)),
-    ]
-    for key, entry in entries:
-        path = entry.path
-        if path is None or Path(path).expanduser().exists() or path in BUILTINS:
-            continue
-        if path.startswith("builtin:"):
-            yield Fault(key, f"no such built-in data; there is {', '.join(BUILTINS)}")
-        elif entry.format == "auto" and _is_local(path):
-            yield Fault(key, 'no such file or folder; for a data set on the hub, format = "hub"')
-        elif entry.format not in ("auto", "hub"):
-            yield Fault(key, "no such file or folder")
-
-
-def _is_local(path: str) -> bool:
-    """Whether a path that does not exist cannot be a hub data set, owner/name, either."""
-    return path.endswith(FILE_ENDINGS) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)

@@ -1,5 +1,7 @@
 """TOML files, layered by `extends`, and which file wrote each key."""
 
+import os.path
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -8,8 +10,13 @@ from typing import Any
 
 import tomli
 
+from titan_moe.config.command_line import DEFAULT_CONFIG
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.keys import KeyPath, toml_text
+from titan_moe.config.keys import KeyPath, dotted, toml_text
+from titan_moe.config.sections import NO_NUL
+
+DEEPEST = 32
+INTEGER_BITS = 64
 
 
 @dataclass
@@ -57,14 +64,22 @@ def read_document(path: Path) -> Document:
     Raises ConfigError: a file that is missing or no TOML, or `extends` that goes in a circle.
     """
     document = Document(shown=str(path))
-    _read_into(document, path, said_by=())
+    _read_into(document, path, said_by=(), read=set())
     return document
 
 
-def _read_into(document: Document, path: Path, said_by: tuple[Path, ...]) -> None:
-    if path.resolve() in (p.resolve() for p in said_by):
+def _read_into(document: Document, path: Path, said_by: tuple[Path, ...], read: set[str]) -> None:
+    """Lay what `path` extends, then `path` itself; what was `read` already keeps its first place,
+    below all that stands on it."""
+    if "\0" in str(path):
+        raise ConfigError([f"{toml_text(str(path))}: {NO_NUL}{_asked_for(said_by)}"])
+    file = os.path.realpath(path)
+    if file in map(os.path.realpath, said_by):
         circle = " -> ".join(map(str, (*said_by, path)))
         raise ConfigError([f"{said_by[-1]}: extends goes in a circle: {circle}"])
+    if file in read:
+        return
+    read.add(file)
     tree = _parse(path, said_by)
     bases = tree.pop("extends", [])
     bases = [bases] if isinstance(bases, str) else bases
@@ -72,7 +87,7 @@ def _read_into(document: Document, path: Path, said_by: tuple[Path, ...]) -> Non
         wanted = "expected the path of a TOML file, relative to this one, or a list of them"
         raise ConfigError([f"{path}: extends = {toml_text(bases)}: {wanted}"])
     for base in bases:
-        _read_into(document, _beside(path, base), (*said_by, path))
+        _read_into(document, _beside(path, base), (*said_by, path), read)
     document.layer(tree, writer=str(path))
 
 
@@ -88,17 +103,65 @@ def _beside(path: Path, base: str) -> Path:
 
 
 def _parse(path: Path, said_by: Iterable[Path]) -> dict[str, Any]:
-    asked_for = "".join(f" (extended by {file})" for file in list(said_by)[-1:])
     try:
-        return tomli.loads(path.read_bytes().decode("utf-8"))
+        return parse_toml(path.read_bytes().decode("utf-8-sig"))  # with a byte order mark or none
     except FileNotFoundError:
-        there = [str(file) for file in path.parent.glob("*.toml")]
-        like = get_close_matches(str(path), there, n=1, cutoff=0.6)
-        meant = f"; did you mean {like[0]}?" if like else ""
-        raise ConfigError([f"{path}: no such file{asked_for}{meant}"]) from None
+        fault = f"{path}: no such file{_asked_for(said_by)}{_meant(path)}"
+        raise ConfigError([fault]) from None
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read{asked_for}: {error.strerror}"]) from None
+        fault = f"{path}: cannot be read{_asked_for(said_by)}: {error.strerror}"
+        raise ConfigError([fault]) from None
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not UTF-8 at byte {error.start}"]) from None
-    except tomli.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError([f"{path}: not valid TOML: {error}"]) from None
+
+
+def _asked_for(said_by: Iterable[Path]) -> str:
+    return "".join(f" (extended by {file})" for file in list(said_by)[-1:])
+
+
+def _meant(path: Path) -> str:
+    """A config of nearly the same name, beside `path` or else among those that come along."""
+    there = [*DEFAULT_CONFIG.parent.rglob("*.toml"), *path.parent.glob("*.toml")]
+    stems = {file.stem: file for file in there if file.name != "pyproject.toml"}
+    near = get_close_matches(path.stem, stems, n=1, cutoff=0.75)
+    return f"; did you mean {stems[near[0]]}?" if near else ""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Read TOML. Raises ValueError: it is none, or is deeper or counts further than TOML must."""
+    try:
+        tree = tomli.loads(text)
+    except tomli.TOMLDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        fault = "nested too deeply" if deep else "an integer of thousands of digits"
+        raise ValueError(f"{fault} (at line {_line_of(type(error), text)})") from None
+    _refuse_excess(tree, ())
+    return tree
+
+
+def _line_of(kind: type[Exception], text: str) -> int:
+    """The first line with which reading `text` ends in an exception of just this kind."""
+    lines = text.splitlines(keepends=True)
+
+    def breaks(count: int) -> bool:
+        try:
+            tomli.loads("".join(lines[:count]))
+        except (ValueError, RecursionError) as error:
+            return type(error) is kind
+        return False
+
+    return bisect_left(range(len(lines)), True, key=breaks)
+
+
+def _refuse_excess(node: Any, path: KeyPath) -> None:
+    if len(path) > DEEPEST:
+        raise ValueError(f"{dotted(path)}: nested too deeply")
+    if isinstance(node, dict | list):
+        for part, value in node.items() if isinstance(node, dict) else enumerate(node):
+            _refuse_excess(value, (*path, part))
+    elif isinstance(node, int) and not -(1 << INTEGER_BITS - 1) <= node < 1 << INTEGER_BITS - 1:
+        raise ValueError(f"{dotted(path)}: an integer of more than {INTEGER_BITS} bits")

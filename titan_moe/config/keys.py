@@ -6,6 +6,7 @@ dots (`data.sources.0.path`) it is what the command line takes and what messages
 
 import inspect
 import json
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,11 +48,18 @@ def sections_of(model_class: type[ModelConfig]) -> dict[str, type[BaseModel]]:
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    return ".".join(map(str, path))
+    """With dots between the parts, and quotes, as in TOML, around a part that holds some itself."""
+    return ".".join(f'"{part}"' if "." in str(part) else str(part) for part in path)
 
 
 def path_of(key: str) -> KeyPath:
-    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    parts = key.split(".")
+    return tuple(part if (at := number_in(part)) is None else at for part in parts)
+
+
+def number_in(text: str) -> int | None:
+    """What up to nine decimal digits count; None: `text` is anything else."""
+    return int(text) if re.fullmatch(r"\d{1,9}", text) else None
 
 
 def toml_text(value: Any) -> str:
@@ -153,6 +161,8 @@ def _limits(metadata: Iterable[Any]) -> str:
             words += ", not empty"
         if getattr(item, "pattern", None):
             words += f", of the form {item.pattern}"
+        if getattr(item, "max_length", None):
+            words += f", at most {item.max_length} long"
     return words
 
 

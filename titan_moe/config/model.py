@@ -51,7 +51,7 @@ class ModelConfig(Section):
     top_k: PositiveInt = Field(description="routed experts that each token visits")
     num_shared_experts: int = Field(0, ge=0, description="experts that every token visits")
     max_seq_len: PositiveInt = Field(description="longest sequence that the rotary table covers")
-    rope_theta: PositiveFloat = Field(description="base of the rotary frequencies")
+    rope_theta: float = Field(gt=1.0, description="base of the rotary frequencies")
     norm_eps: PositiveFloat = Field(description="epsilon of the RMS norms")
     initializer_range: PositiveFloat = Field(description="standard deviation of initial weights")
     rope_scaling: RopeScaling | None = Field(None, description="absent: plain rotary positions")

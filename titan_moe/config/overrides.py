@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tomli
-
-from titan_moe.config.files import Document
+from titan_moe.config.files import Document, parse_toml
 from titan_moe.config.keys import (
     KeyPath,
     Sections,
@@ -67,7 +65,12 @@ def apply_overrides(
 
 def unknown_key(sections: Sections, path: KeyPath) -> str:
     """`unknown key training.stpes; did you mean training.steps?`"""
-    near = nearest_key(sections, path)
+    meant = tuple(
+        p for part in path for p in (part.split(".") if isinstance(part, str) else [part])
+    )
+    if meant != path and field_at(sections, meant):
+        return f"unknown key {dotted(path)}; write {dotted(meant)}, without the quotes"
+    near = nearest_key(sections, meant)
     return f"unknown key {dotted(path)}" + (f"; did you mean {near}?" if near else "")
 
 
@@ -80,8 +83,8 @@ def parse_value(text: str, annotation: Any) -> Any:
     if kinds_of(annotation) == {str} and not (text[:1] in "\"'" and text[:1] == text[-1:]):
         return text
     try:
-        parsed = tomli.loads(f"value = {text}")
-    except tomli.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     return parsed["value"] if parsed.keys() == {"value"} else text
 

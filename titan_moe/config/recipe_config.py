@@ -28,8 +28,9 @@ def model_config_of(recipe: str) -> type[ModelConfig]:
         if error.name is None or not f"{recipe}.".startswith(f"{error.name}."):
             raise ValueError(f"its import failed: {error}") from error
         raise ValueError(f"no such module{_meant(recipe)}") from None
-    except Exception as error:
-        raise ValueError(f"its import failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"its import failed: {why}") from error
     config = getattr(getattr(module, "RECIPE", None), "config", None)
     if not (isinstance(config, type) and issubclass(config, ModelConfig)):
         raise ValueError("the module has no RECIPE whose config is a ModelConfig")

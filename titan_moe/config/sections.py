@@ -3,6 +3,7 @@
 Names follow torchtitan v0.2.2 where they mean the same.
 """
 
+import os.path
 from pathlib import PurePath
 from typing import Annotated, Literal
 
@@ -21,6 +22,13 @@ from titan_moe.config.base import Section
 from titan_moe.config.model import ModelConfig
 
 
+def _path(text: str) -> str:
+    """A path as every reader of the config is to see it: `~` is the home folder."""
+    if "\0" in text:
+        raise ValueError(NO_NUL)
+    return os.path.expanduser(text)
+
+
 def _stays_inside(folder: str) -> str:
     path = PurePath(folder)
     if path.is_absolute() or ".." in path.parts or path == PurePath():
@@ -28,16 +36,22 @@ def _stays_inside(folder: str) -> str:
     return folder
 
 
-FolderInRun = Annotated[str, AfterValidator(_stays_inside)]
+NO_NUL = "a path holds no NUL character"
+
+FilePath = Annotated[str, AfterValidator(_path)]
+FolderInRun = Annotated[FilePath, AfterValidator(_stays_inside)]
 
 
 class Job(Section):
     """`[job]`: where the run lives: `<dump_folder>/<name>/`."""
 
     name: str = Field(
-        min_length=1, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="folder of the run"
+        min_length=1,
+        max_length=255,
+        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$",
+        description="folder of the run",
     )
-    dump_folder: str = Field("./outputs", description="parent of all run folders")
+    dump_folder: FilePath = Field("./outputs", description="parent of all run folders")
     description: str = Field("", description="a line for people; nothing reads it")
     print_config: bool = Field(False, description="print the resolved config at start")
 
@@ -134,7 +148,7 @@ class Source(Section):
     """`[[data.sources]]`: one corpus of the mixture."""
 
     name: str = Field(min_length=1, description="name in logs and in the checkpoint")
-    path: str = Field(
+    path: FilePath = Field(
         min_length=1,
         description="hub name, local file or folder, or builtin:python-stdlib",
     )
@@ -153,7 +167,7 @@ class Source(Section):
 class Data(Section):
     """`[data]`: which tokens, in which order."""
 
-    tokenizer: str = Field("byte", description="byte, or the path of a tokenizer.json")
+    tokenizer: FilePath = Field("byte", description="byte, or the path of a tokenizer.json")
     add_bos: bool = Field(description="put the tokenizer's BOS before each document")
     add_eos: bool = Field(description="put the tokenizer's EOS after each document")
     bos_token: str | None = Field(None, description="needed for add_bos with a tokenizer.json")
@@ -171,7 +185,7 @@ class ValidationSet(Section):
 
     name: str = Field(min_length=1, description="name in logs")
     holdout_of: str | None = Field(None, description="name of the data source whose holdout it is")
-    path: str | None = Field(None, description="as in [[data.sources]]; no training path")
+    path: FilePath | None = Field(None, description="as in [[data.sources]]; no training path")
     format: Literal["auto", "jsonl", "parquet", "arrow", "text", "hub"] = Field(
         "auto", description="by ending"
     )
@@ -232,7 +246,7 @@ class Checkpoint(Section):
     load_step: int = Field(
         -1, ge=-1, description="step to resume from; -1: the newest complete one"
     )
-    initial_load_path: str | None = Field(
+    initial_load_path: FilePath | None = Field(
         None, description="checkpoint (a step-N folder) whose weights start a run that has none yet"
     )
 
