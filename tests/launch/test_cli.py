@@ -74,12 +74,21 @@ def test_train_refuses_before_torch(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (2, said)
 
 
+def test_train_refuses_a_folder_that_cannot_be_before_torchrun(folder: Path) -> None:
+    done = titan_moe(folder, "train", "tiny.toml", "--job.dump_folder=notes.jsonl", NGPU="2")
+    key = 'command line: job.dump_folder = "notes.jsonl"'
+    said = f"{key}: notes.jsonl is not a folder (the run makes its own folder below it)\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_world(folder: Path) -> None:
     done = titan_moe(folder, "validate", "--world", "3", CONFIG_FILE="tiny.toml")
     assert done.returncode == 2
     assert "not a multiple of 3 data-parallel ranks" in done.stderr
     done = titan_moe(folder, "validate", "tiny.toml", "--world", "0")
     assert done.stderr == "command line: --world = 0: expected integer > 0\n"
+    done = titan_moe(folder, "validate", "tiny.toml", "--world", "9" * 5000)
+    assert done.stderr == f"command line: --world = {'9' * 5000}: expected integer > 0\n"
 
 
 def test_help_lists_the_keys_of_the_recipe_too(folder: Path) -> None:
@@ -88,6 +97,7 @@ def test_help_lists_the_keys_of_the_recipe_too(folder: Path) -> None:
     assert "num_groups" in done.stdout
     assert "[training.dataloader]" in done.stdout
     assert "MASTER_ADDR" in done.stdout
+    assert "The step lines come from rank 0" in " ".join(done.stdout.split())
     for arguments in ([], ["help"], ["--help"]):
         assert "usage: titan-moe COMMAND" in titan_moe(folder, *arguments).stdout
     for command in ("validate", "schema"):

@@ -15,6 +15,7 @@ from titan_moe.cli.launch import (
     launch_environment,
     nodes_of,
     processes_of,
+    refuse_what_needs_gpus,
     torchrun_argv,
 )
 from titan_moe.config import ConfigError, RunConfig, load_config
@@ -61,7 +62,8 @@ def test_ranks_that_do_not_log_write_to_files(config: RunConfig) -> None:
     assert run(config, 1).redirects == "0"  # torchrun's default: nothing is redirected
     assert run(config, 4).local_ranks_filter == ""  # would send tracebacks to /dev/null
     wanted = "expected local ranks from 0 to 1, as in 0,1"
-    for text in ("2", "x", "", "0,", "-1"):
+    assert run(config, 4, LOG_RANK="").redirects == "1:3,2:3,3:3"
+    for text in ("2", "x", "0,", "-1", "9" * 5000):
         assert told(config, LOG_RANK=text) == f"environment: LOG_RANK = {text}: {wanted}"
 
 
@@ -79,6 +81,8 @@ def test_several_nodes_with_a_master(config: RunConfig) -> None:
     assert (args.master_addr, args.master_port) == ("10.0.0.1", 29500)
     args = run(config, NNODES="2", MASTER_ADDR="m", NODE_RANK="0", MASTER_PORT="7")
     assert args.master_port == 7
+    args = run(config, NNODES="2", MASTER_ADDR="m", NODE_RANK="0", MASTER_PORT="", MAX_RESTARTS="")
+    assert (args.master_port, args.max_restarts) == (29500, 0)
 
 
 def test_several_nodes_need_a_way_to_meet(config: RunConfig) -> None:
@@ -86,6 +90,7 @@ def test_several_nodes_need_a_way_to_meet(config: RunConfig) -> None:
     said = f"environment: NNODES = 2: {ways} NODE_RANK"
     assert told(config, NNODES="2") == said
     assert told(config, NNODES="2", MASTER_ADDR="m") == said
+    assert told(config, NNODES="2", MASTER_ADDR="m", NODE_RANK="") == said
     said = told(config, NNODES="2", MASTER_ADDR="m", NODE_RANK="2")
     assert said == "environment: NODE_RANK = 2: not below NNODES = 2"
 
@@ -94,11 +99,12 @@ def test_processes(tmp_path: Path) -> None:
     assert processes_of({"NGPU": "3", "CUDA_VISIBLE_DEVICES": "0"}) == 3
     assert processes_of({"CUDA_VISIBLE_DEVICES": "0,2,5"}) == 3
     assert processes_of({"CUDA_VISIBLE_DEVICES": ""}) == 2
-    for text in ("0", "two", "-1", ""):
+    assert processes_of({"NGPU": "", "CUDA_VISIBLE_DEVICES": "0,2,5"}) == 3
+    for text in ("0", "two", "-1", "²", "9" * 5000):
         with pytest.raises(ConfigError) as caught:
             processes_of({"NGPU": text})
         assert str(caught.value) == f"environment: NGPU = {text}: expected integer >= 1"
-    assert nodes_of({}) == 1
+    assert nodes_of({}) == nodes_of({"NNODES": ""}) == 1
     with pytest.raises(ConfigError, match="NNODES = 1:4: expected integer >= 1"):
         nodes_of({"NNODES": "1:4"})
 
@@ -125,6 +131,8 @@ def test_cores_are_shared_out() -> None:
     assert launch_environment({}, processes=2, cores=8) == {"OMP_NUM_THREADS": "4"}
     assert launch_environment({}, processes=8, cores=2) == {"OMP_NUM_THREADS": "1"}
     assert launch_environment({"OMP_NUM_THREADS": "3"}, processes=2, cores=8) == {}
+    shared = launch_environment({"OMP_NUM_THREADS": ""}, processes=2, cores=8)
+    assert shared == {"OMP_NUM_THREADS": "4"}
 
 
 def test_train_becomes_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +167,32 @@ def test_train_checks_for_the_processes_that_it_would_start(
     monkeypatch.setenv("NNODES", "3")
     with pytest.raises(ConfigError, match="not a multiple of 15 data-parallel ranks"):
         train.main([DEBUG])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "--training.attention_backend=flex",
+            'training.attention_backend = "flex": needs an NVIDIA GPU, and none is visible here; '
+            'use "auto"',
+        ),
+        (
+            "--profiling.enable_memory_snapshot=true",
+            "profiling.enable_memory_snapshot = true: needs an NVIDIA GPU, and none is visible "
+            "here; use false",
+        ),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(
+    monkeypatch: pytest.MonkeyPatch, override: str, said: str
+) -> None:
+    monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setenv("NGPU", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("NNODES", raising=False)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as caught:
+        train.main([DEBUG, override])
+    assert str(caught.value) == f"{DEBUG}: {said}"
+    refuse_what_needs_gpus(DEBUG, load_config(DEBUG, [override]), gpus=1)

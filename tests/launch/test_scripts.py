@@ -95,6 +95,17 @@ def test_the_first_launch_sets_up_and_later_ones_do_not(checkout: Checkout) -> N
     assert (code, output, asked) == (0, "", [TRAIN])
 
 
+def test_links_to_the_scripts_work(checkout: Checkout) -> None:
+    folder = checkout.elsewhere / "links"
+    folder.mkdir()
+    for script in SCRIPTS[:2]:
+        (checkout.elsewhere / script).symlink_to(checkout.root / script)
+        (folder / script).symlink_to(f"../{script}")
+        command = [str(folder / script), "x"]
+        done = subprocess.run(command, env=checkout.environment, capture_output=True, check=False)
+        assert (done.returncode, checkout.asked()[-1].split()[-1]) == (0, "x"), done.stderr
+
+
 def test_new_pins_or_another_python_install_again(checkout: Checkout) -> None:
     checkout.run("run_train.sh")
     for name in ("constraints.txt", "pyproject.toml"):

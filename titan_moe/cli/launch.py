@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.keys import number_in
 from titan_moe.config.sections import RunConfig
 
 Environment = Mapping[str, str]
@@ -19,9 +20,11 @@ STDOUT_AND_STDERR = 3
 def processes_of(environment: Environment) -> int:
     """Processes on this node: $NGPU, else one for each GPU, else two.
 
+    Here as in all that follows, a variable that is empty counts as unset.
+
     Raises ConfigError: $NGPU is no positive integer.
     """
-    if "NGPU" in environment:
+    if environment.get("NGPU"):
         return _integer(environment, "NGPU", least=1)
     return count_gpus(environment) or PROCESSES_WITHOUT_GPUS
 
@@ -40,6 +43,18 @@ def count_gpus(environment: Environment, devices: Path = Path("/dev")) -> int:
         return len(nodes)
     answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return len(re.findall(r"^GPU \d+:", answer.stdout, re.MULTILINE))
+
+
+def refuse_what_needs_gpus(path: str | Path, config: RunConfig, gpus: int) -> None:
+    """Raises ConfigError: the config in `path` asks for what this machine's `gpus` cannot do."""
+    wrong = []
+    if config.training.attention_backend == "flex":
+        wrong.append(('training.attention_backend = "flex"', '"auto"'))
+    if config.profiling.enable_memory_snapshot:
+        wrong.append(("profiling.enable_memory_snapshot = true", "false"))
+    if wrong and not gpus:
+        why = "needs an NVIDIA GPU, and none is visible here"
+        raise ConfigError([f"{path}: {key}: {why}; use {other}" for key, other in wrong])
 
 
 def torchrun_argv(
@@ -77,7 +92,7 @@ def torchrun_argv(
 
 def launch_environment(environment: Environment, processes: int, cores: int) -> dict[str, str]:
     """Variables to add. Processes that each took all cores would slow each other down."""
-    if "OMP_NUM_THREADS" in environment:
+    if environment.get("OMP_NUM_THREADS"):
         return {}
     return {"OMP_NUM_THREADS": str(max(cores // processes, 1))}
 
@@ -87,10 +102,10 @@ def _rendezvous(config: RunConfig, environment: Environment) -> list[str]:
     if nodes == 1:
         return ["--standalone", "--nnodes=1"]
     if endpoint := environment.get("RDZV_ENDPOINT"):
-        name = environment.get("RDZV_ID", config.job.name)
+        name = environment.get("RDZV_ID") or config.job.name
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={name}"]
         return [f"--nnodes={nodes}", *meeting]
-    if "MASTER_ADDR" not in environment or "NODE_RANK" not in environment:
+    if not environment.get("MASTER_ADDR") or not environment.get("NODE_RANK"):
         ways = "RDZV_ENDPOINT=host:port, or MASTER_ADDR and NODE_RANK"
         raise ConfigError(
             [f"environment: NNODES = {nodes}: the nodes must find each other; set {ways}"]
@@ -102,21 +117,22 @@ def _rendezvous(config: RunConfig, environment: Environment) -> list[str]:
         f"--nnodes={nodes}",
         f"--node-rank={rank}",
         f"--master-addr={environment['MASTER_ADDR']}",
-        f"--master-port={environment.get('MASTER_PORT', DEFAULT_MASTER_PORT)}",
+        f"--master-port={environment.get('MASTER_PORT') or DEFAULT_MASTER_PORT}",
     ]
 
 
 def _log_ranks(environment: Environment, processes: int) -> set[int]:
-    text = environment.get("LOG_RANK", "0")
-    ranks = [int(rank) for rank in text.split(",") if rank.isdecimal()]
-    if len(ranks) != len(text.split(",")) or not all(rank < processes for rank in ranks):
+    text = environment.get("LOG_RANK") or "0"
+    ranks = text.split(",")
+    if not set(ranks) <= set(map(str, range(processes))):
         wanted = f"expected local ranks from 0 to {processes - 1}, as in 0,1"
         raise ConfigError([f"environment: LOG_RANK = {text}: {wanted}"])
-    return set(ranks)
+    return set(map(int, ranks))
 
 
 def _integer(environment: Environment, name: str, least: int, default: int | None = None) -> int:
-    text = environment.get(name, "" if default is None else str(default))
-    if not text.isdecimal() or int(text) < least:
+    text = environment.get(name) or ("" if default is None else str(default))
+    number = number_in(text)
+    if number is None or number < least:
         raise ConfigError([f"environment: {name} = {text}: expected integer >= {least}"])
-    return int(text)
+    return number

@@ -5,7 +5,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from titan_moe.cli.launch import launch_environment, nodes_of, processes_of, torchrun_argv
+from titan_moe.cli.launch import (
+    count_gpus,
+    launch_environment,
+    nodes_of,
+    processes_of,
+    refuse_what_needs_gpus,
+    torchrun_argv,
+)
 from titan_moe.config.command_line import config_and_overrides
 from titan_moe.config.help import keys_text
 from titan_moe.config.load import load_config, sections_for
@@ -16,11 +23,12 @@ usage: titan-moe train [CONFIG] [--section.key=value ...]
 Check the config without torch, then run it under torchrun, in place of this process. CONFIG is by
 default $CONFIG_FILE, else train_configs/debug.toml.
 
-environment:
+environment (a variable that is empty counts as unset):
   CONFIG_FILE       the config, if no argument names it
   NGPU              processes on this node; default: the GPUs present, else 2
   LOG_RANK          local ranks that write to the console, as in 0,1; default 0. The others write
-                    to files in the run folder's logs/
+                    to files in the run folder's logs/. The step lines come from rank 0; of any
+                    other rank only warnings and errors are seen
   NNODES            nodes of the run; default 1. With more than one, either
     RDZV_ENDPOINT     host:port of a node, the same on all (RDZV_ID tells runs apart), or
     MASTER_ADDR, MASTER_PORT, NODE_RANK     the first node, a port (29500) and this node's number
@@ -47,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     path, overrides = config_and_overrides(arguments, os.environ)
     processes, nodes = processes_of(os.environ), nodes_of(os.environ)
     config = load_config(path, overrides, world=processes * nodes, on_disk=True)
+    refuse_what_needs_gpus(path, config, count_gpus(os.environ))
     command = torchrun_argv(config, [str(path), *overrides], os.environ, processes, sys.executable)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     _become(command, launch_environment(os.environ, processes, cores or 1))

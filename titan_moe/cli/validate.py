@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from titan_moe.config.command_line import config_and_overrides
 from titan_moe.config.errors import ConfigError
+from titan_moe.config.keys import number_in
 from titan_moe.config.load import load_config
 
 HELP = """\
@@ -33,9 +34,9 @@ def _take_world(arguments: Sequence[str]) -> tuple[list[str], int | None]:
         name, equals, text = argument.partition("=")
         if name == "--world":
             text = text if equals else "".join(arguments[at + 1 : at + 2])
-            if not text.isdecimal() or int(text) < 1:
+            world = number_in(text)
+            if not world:
                 raise ConfigError([f"command line: --world = {text}: expected integer > 0"])
-            world = int(text)
             del rest[at : at + (1 if equals else 2)]
             break
     return rest, world
