@@ -55,7 +55,7 @@ def apply_fsdp(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     logger.info(
-        "fsdp: %d units and the root, %d parameters, %s",
+        "fsdp: %d units and the root, %d weight tensors, %s",
         len(wrapped),
         len(list(model.parameters())),
         f"replicas {meshes.layout.dp_replicate} × shards {meshes.fsdp('dense').size(-1)}",
