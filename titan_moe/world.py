@@ -18,6 +18,9 @@ from titan_moe.config.sections import Comm
 
 T = TypeVar("T")
 
+# To stop in good order: a scheduler's, a person's, a closed terminal's.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 @dataclass(frozen=True)
 class World:
@@ -103,7 +106,7 @@ def gather(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 class StopSignal:
-    """Remembers SIGTERM and SIGINT instead of dying of them; a repeated signal changes nothing.
+    """Remembers the STOP_SIGNALS instead of dying of them; a repeated signal changes nothing.
 
     The end of the launcher is one more reason to stop: nobody would be left to stop this process,
     and the next launch would find it training in the same folder.
@@ -112,8 +115,10 @@ class StopSignal:
     def __init__(self) -> None:
         self._signal: str | None = None
         self._launcher = os.getppid()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._remember)
+        for number in STOP_SIGNALS:
+            is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            if not is_nohup:
+                signal.signal(number, self._remember)
 
     @property
     def reason(self) -> str | None:

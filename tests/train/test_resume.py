@@ -72,7 +72,7 @@ def test_a_killed_run_goes_on_bit_for_bit(recipe: Path, case: str) -> None:
     assert lines_of(run / "validation.jsonl") == lines_of(unbroken / "validation.jsonl")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_exits_with_0(recipe: Path, number: signal.Signals) -> None:
     runs = recipe.parent / "runs"
     run = runs / f"stopped-by-{number.name}"

@@ -22,6 +22,7 @@ from titan_moe.config.sections import DataLoader
 from titan_moe.data.packing import FIELDS
 from titan_moe.data.shard import Failure, Item, Shard
 from titan_moe.data.state import State
+from titan_moe.world import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class StepLoader:
         # (Python's resource tracker lifts the mask when it is started, hence before.)
         if workers:
             resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
