@@ -15,9 +15,10 @@ class SlowToLetGo:
         time.sleep(0.3)
 
     def save(self) -> None:
-        pass
+        time.sleep(0.1)  # until the thread's is the last reference
 
     def fail(self) -> None:
+        time.sleep(0.1)
         raise RuntimeError("the disk is full")
 
 
