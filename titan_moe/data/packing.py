@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from titan_moe.data.documents import Position
+from titan_moe.layers.head import IGNORED_LABEL
 
 FIELDS = ("tokens", "labels", "positions", "document_ids")
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, path: str, bos_token: str | None, eos_token: str | None) -> None:
         from tokenizers import Tokenizer as Backend  # slow to import, and not needed for bytes
 
-        file = Path(path).expanduser()
+        file = Path(path)
         if not file.is_file():
             raise ValueError(
                 f"data.tokenizer: {path} is not a file; give 'byte' or the path of a tokenizer.json"

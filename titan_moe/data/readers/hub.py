@@ -42,7 +42,7 @@ class HubReader(Reader):
     size_bytes = 0
 
     def __init__(self, path: str, subset: str | None, split: str, text_field: str) -> None:
-        folder = Path(path).expanduser()
+        folder = Path(path)
         self._path = str(folder) if folder.is_dir() else path
         self._files: Listing | None = None
         if folder.is_dir():

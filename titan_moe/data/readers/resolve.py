@@ -36,7 +36,7 @@ def open_reader(section: Source | ValidationSet) -> Reader:
         if section.path not in BUILTIN:
             raise ValueError(f"{where}: no {section.path!r}; there is {', '.join(BUILTIN)}")
         return BUILTIN[section.path]()
-    path = Path(section.path).expanduser()
+    path = Path(section.path)
     if section.format == "hub" or (section.format == "auto" and _is_hub(section.path, path)):
         return HubReader(section.path, section.subset, section.split, section.text_field)
     if not path.exists():
