@@ -1,8 +1,11 @@
 """Every applier, in order, on one page: from a recipe to a model that trains on these processes.
 
-    meta -> slots -> recomputation -> FSDP2 or HSDP -> materialise -> initialise
+    meta -> slots -> tensor -> expert -> context -> recomputation -> FSDP2 or HSDP -> materialise
+    -> initialise -> pipeline schedule
 
-The model is built on meta, so that no process ever holds more than its own part.
+Each applier takes (model, meshes, sharding, section) and edits one part of the model in place. The
+parts are built on meta as what they are, stages of a pipeline or the whole, so that no process ever
+holds more than its own share.
 """
 
 import torch
@@ -12,9 +15,12 @@ from titan_moe.config.sections import RunConfig
 from titan_moe.layers.mask import plain_causal
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
+from titan_moe.parallel.context import apply_context_parallel
 from titan_moe.parallel.engine import Engine
 from titan_moe.parallel.fsdp import apply_fsdp
 from titan_moe.parallel.initialise import initialise, materialise
+from titan_moe.parallel.tensor import apply_tensor_parallel
+from titan_moe.parallel.whole import WholeModel
 from titan_moe.passes.recompute import apply_activation_checkpoint
 from titan_moe.recipe import Recipe
 
@@ -27,17 +33,24 @@ def parallelize(
     *,
     poison: bool = False,
 ) -> Engine:
-    """Build this rank's part of the model and everything that it takes to train it. Collective.
+    """Build this rank's parts of the model and everything that it takes to train them. Collective.
 
     poison: fill memory with NaN before it is initialised, for tests.
     """
-    model = build_on_meta(config, recipe)
-    fill_slots(model, config)
-    apply_activation_checkpoint(model, config.activation_checkpoint)
-    apply_fsdp(model, meshes, recipe.load_sharding(), config.training, config.parallelism)
-    materialise(model, device, poison=poison)
-    initialise(model, config.debug.seed)
-    return Engine([model.train()], config, meshes, device)
+    layout, section, sharding = meshes.layout, config.parallelism, recipe.load_sharding()
+    parts = [build_on_meta(config, recipe)]
+    for part in parts:
+        fill_slots(part, config)
+        if layout.tp > 1:
+            apply_tensor_parallel(part, meshes, sharding, section)
+        if layout.cp > 1:
+            apply_context_parallel(part, meshes, sharding, section)
+        apply_activation_checkpoint(part, config.activation_checkpoint)
+        apply_fsdp(part, meshes, sharding, config.training, section)
+        materialise(part, device, poison=poison)
+        initialise(part, config.debug.seed)
+        part.train()
+    return Engine(parts, WholeModel(parts[0]), config, meshes, device)
 
 
 def build_on_meta(config: RunConfig, recipe: Recipe) -> nn.Module:

@@ -1,7 +1,9 @@
 """What a recipe is: a typed config, and dotted names of the parts that need torch."""
 
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from titan_moe.config.model import ModelConfig
@@ -11,22 +13,34 @@ from titan_moe.config.model import ModelConfig
 class FsdpUnit:
     """Modules that FSDP2 gathers together.
 
-    pattern: fnmatch pattern over module names, e.g. "layers.*.moe.experts"; must match something
-        in a model that has such layers.
+    pattern: fnmatch pattern over module names, e.g. "layers.*.moe.experts", or several for modules
+        that share weights and are gathered as one.
     mesh: "dense" shards over dp_shard * cp * tp's dense view; "sparse" over the experts' view.
     precision: "policy" follows [training] mixed_precision_*; "float32" never leaves fp32.
     """
 
-    pattern: str
+    pattern: str | tuple[str, ...]
     mesh: Literal["dense", "sparse"] = "dense"
     precision: Literal["policy", "float32"] = "policy"
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which weights are split how: data, no logic. Units are wrapped in the order given."""
+    """Which weights are split how: data, no logic. Patterns are fnmatch's, over module names.
+
+    fsdp_units: wrapped in the order given.
+    colwise: linears that tensor parallelism splits by outputs (heads, inner width).
+    rowwise: linears that it splits by inputs, their outputs being summed over ranks. The parent of
+        such a linear (an attention, an MLP) is where whole sequences come in and sums go out; it
+        takes the tokens, [B, S, D], as its first argument and returns the same shape.
+
+    Embedding, output and loss are split by vocabulary, and routed experts by expert, without being
+    named; all other weights are whole on every tensor-parallel rank.
+    """
 
     fsdp_units: tuple[FsdpUnit, ...]
+    colwise: tuple[str, ...] = ()
+    rowwise: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +64,15 @@ class Recipe:
         sharding = load_dotted(self.sharding)
         assert isinstance(sharding, Sharding), f"{self.sharding} is not a Sharding"
         return sharding
+
+
+def fits(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a module's name fits one of the patterns: a * stays between two dots."""
+    parts = name.split(".")
+    return any(
+        len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+        for wanted in (pattern.split(".") for pattern in patterns)
+    )
 
 
 def load_recipe(name: str) -> Recipe:

@@ -14,9 +14,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler, 
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config import ConfigError, RunConfig, load_config
 from titan_moe.config.command_line import config_and_overrides
+from titan_moe.config.layout import Layout
 from titan_moe.data import ValidationData, build_train_loader, build_validation, merge_states
-from titan_moe.mesh import Layout, Meshes
-from titan_moe.metrics.balance import selection_biases
+from titan_moe.mesh import Meshes
 from titan_moe.metrics.flops import model_flops_per_token
 from titan_moe.metrics.logger import MetricsLogger
 from titan_moe.metrics.logs import setup_logging
@@ -39,7 +39,9 @@ class Trainer:
         on_first_rank(lambda: self.folder.prepare(config))
         setup_logging(world.rank, self.folder.logs)
 
-        meshes = Meshes.build(Layout.of(config.parallelism, world.size), world.device.type)
+        self.meshes = meshes = Meshes.build(
+            Layout.of(config.parallelism, world.size), world.device.type
+        )
         self.validation: list[ValidationData] = []
         if config.validation.enable:  # before the model, so that bad data is told soon
             self.validation = build_validation(config, meshes.dp_rank, meshes.dp_degree)
@@ -137,7 +139,7 @@ class Trainer:
                 lr=lr,
                 tokens_seen=self.tokens_seen,
                 counts_LE=counts_LE,
-                biases_LE=selection_biases(self.engine.parts),
+                biases_LE=self.engine.selection_biases(),
             )
 
     def _validate(self, done: Sequence[str] = ()) -> None:
@@ -172,7 +174,7 @@ class Trainer:
     def _introduce(self, flops_per_token: float) -> None:
         """Say what is about to run."""
         config, training = self.config, self.config.training
-        parameters = sum(p.numel() for part in self.engine.parts for p in part.parameters())
+        parameters = self.engine.num_parameters()
         logger.info(
             "%s: %s parameters, %.4g GFLOP per token; %s tokens per step on %d × %s; %s",
             config.job.name,
@@ -199,7 +201,9 @@ class Trainer:
     def _save(self) -> None:
         if not self.config.checkpoint.enable:
             return
-        data = merge_states(gather(self.loader.state()))
+        # Ranks that share in computing a row have read the same data, and say the same.
+        states = dict(gather((self.meshes.dp_rank, self.loader.state())))
+        data = merge_states([states[rank] for rank in range(self.meshes.dp_degree)])
         self.checkpointer.save(
             self.step,
             {

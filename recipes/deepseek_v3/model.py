@@ -52,7 +52,6 @@ class LatentAttention(nn.Module):
         self.qk_widths = [cfg.qk_nope_head_dim, cfg.qk_rope_head_dim]
         self.kv_widths = [cfg.qk_nope_head_dim, cfg.v_head_dim]
         self.latent_widths = [cfg.kv_lora_rank, cfg.qk_rope_head_dim]
-        self.num_heads = cfg.num_heads
 
         std, eps = cfg.initializer_range, cfg.latent_norm_eps
         queries = cfg.num_heads * cfg.qk_head_dim
@@ -68,16 +67,17 @@ class LatentAttention(nn.Module):
         self.out = Linear(cfg.num_heads * cfg.v_head_dim, cfg.hidden_size, std=std)
 
     def forward(self, x_BSD: Tensor, context: Context) -> Tensor:
-        q_BSHQ = self._queries(x_BSD).unflatten(-1, (self.num_heads, -1))
+        # As many heads as the weights give: tensor parallelism leaves a rank some of them.
+        q_BSHQ = self._queries(x_BSD).unflatten(-1, (-1, sum(self.qk_widths)))
         q_nope_BSHN, q_rope_BSHR = q_BSHQ.split(self.qk_widths, dim=-1)
         q_BSHQ = torch.cat([q_nope_BSHN, context.rotation(q_rope_BSHR)], dim=-1)
 
         latent_BSC, k_rope_BSR = self.kv_down(x_BSD).split(self.latent_widths, dim=-1)
         k_rope_BSR = context.rotation(k_rope_BSR.unsqueeze(2)).squeeze(2)
         latent_BTC, k_rope_BTR = self.gather_kv(self.kv_norm(latent_BSC), k_rope_BSR)
-        kv_BTHX = self.kv_up(latent_BTC).unflatten(-1, (self.num_heads, -1))
+        kv_BTHX = self.kv_up(latent_BTC).unflatten(-1, (-1, sum(self.kv_widths)))
         k_nope_BTHN, v_BTHV = kv_BTHX.split(self.kv_widths, dim=-1)
-        k_rope_BTHR = k_rope_BTR.unsqueeze(2).expand(-1, -1, self.num_heads, -1)
+        k_rope_BTHR = k_rope_BTR.unsqueeze(2).expand(-1, -1, k_nope_BTHN.shape[2], -1)
         k_BTHQ = torch.cat([k_nope_BTHN, k_rope_BTHR], dim=-1)
 
         out_BSHV = attention(

@@ -1,13 +1,28 @@
-"""Which weights FSDP gathers together, inner modules before the ones that contain them."""
+"""Which weights are split how."""
 
 from titan_moe.recipe import FsdpUnit, Sharding
 
 SHARDING = Sharding(
+    # Inner modules before the ones that contain them.
     fsdp_units=(
         FsdpUnit("embedding"),
         FsdpUnit("layers.*.moe.router", precision="float32"),
         FsdpUnit("layers.*.moe.experts", mesh="sparse"),
         FsdpUnit("layers.*"),
         FsdpUnit("head"),
-    )
+    ),
+    colwise=(
+        "layers.*.attention.q",
+        "layers.*.attention.q_up",
+        "layers.*.attention.kv_up",
+        "layers.*.mlp.gate",
+        "layers.*.mlp.up",
+        "layers.*.moe.shared.gate",
+        "layers.*.moe.shared.up",
+    ),
+    rowwise=(
+        "layers.*.attention.out",
+        "layers.*.mlp.down",
+        "layers.*.moe.shared.down",
+    ),
 )

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
-from titan_moe.metrics.balance import ExpertBalance, expert_balance, selection_biases
+from titan_moe.metrics.balance import ExpertBalance, expert_balance
 
 
 def test_by_hand() -> None:
@@ -44,15 +43,3 @@ def test_nothing_routed() -> None:
 def test_one_expert_is_balanced() -> None:
     balance = expert_balance(torch.tensor([[5]]))
     assert (balance.max_violation, balance.entropy) == (0.0, 1.0)
-
-
-def test_biases_of_parts() -> None:
-    def router(bias: float) -> nn.Module:
-        module = nn.Module()
-        module.register_buffer("selection_bias", torch.full((3,), bias))
-        module.register_buffer("counts", torch.ones(3))
-        return module
-
-    parts = [nn.ModuleDict({"1": router(1.0), "2": router(2.0)}), nn.Sequential(router(3.0))]
-    assert selection_biases(parts).tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
-    assert selection_biases([nn.Linear(1, 1)]) is None

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.pool import Pool
+from titan_moe.config.layout import Layout
 from titan_moe.config.sections import Optimizer
-from titan_moe.mesh import Layout, Meshes
+from titan_moe.mesh import Meshes
 from titan_moe.optim import build_optimizer
 
 Implementation = Literal["fused", "foreach", "for-loop"]

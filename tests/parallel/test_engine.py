@@ -23,7 +23,8 @@ from tests.parity.tiny import (
 )
 from tests.pool import Pool
 from tests.tolerances import PARITY_CURVE_RTOL, PARITY_GRADIENT_ERROR
-from titan_moe.mesh import Layout, Meshes
+from titan_moe.config.layout import Layout
+from titan_moe.mesh import Meshes
 from titan_moe.optim import build_optimizer
 from titan_moe.parallelize import parallelize
 from titan_moe.world import any_rank

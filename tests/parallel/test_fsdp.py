@@ -13,7 +13,8 @@ from recipes.deepseek_v3.model import Model
 from recipes.deepseek_v3.sharding import SHARDING
 from tests.parity.tiny import MODEL, Case, batch_of_step, build, config_of, rows_of
 from tests.pool import Pool
-from titan_moe.mesh import Layout, Meshes
+from titan_moe.config.layout import Layout
+from titan_moe.mesh import Meshes
 from titan_moe.parallel.fsdp import apply_fsdp, fsdp_modules
 from titan_moe.parallelize import build_on_meta
 from titan_moe.recipe import FsdpUnit, Sharding

@@ -9,8 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.pool import Pool
+from titan_moe.config.layout import Layout
 from titan_moe.layers.init import Computed, Constant, Init, Normal
-from titan_moe.mesh import Layout, Meshes
+from titan_moe.mesh import Meshes
 from titan_moe.parallel import initialise as room
 from titan_moe.parallel.initialise import initialise, materialise
 

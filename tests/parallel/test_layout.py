@@ -8,8 +8,9 @@ import pytest
 from torch import distributed as dist
 
 from tests.pool import Pool
+from titan_moe.config.layout import Layout
 from titan_moe.config.sections import Parallelism
-from titan_moe.mesh import Layout, Meshes
+from titan_moe.mesh import Meshes
 
 
 def section(replicate: int, shard: int) -> Parallelism:
@@ -45,7 +46,7 @@ def test_degrees_from_the_section(
 @pytest.mark.parametrize(
     ("replicate", "shard", "world", "message"),
     [
-        (3, -1, 4, r"replicate_degree = 3 does not divide the world of 4 processes \(4 / 3 = 1.33"),
+        (3, -1, 4, r"dp_replicate 3 × cp 1 × tp 1 = 3 does not divide the world of 4 processes"),
         (2, 4, 4, r"pp 1 × dp_replicate 2 × dp_shard 4 × cp 1 × tp 1 = 8, but the world has 4"),
         (1, 2, 4, r"dp_shard 2 .* = 2, but the world has 4"),
     ],
@@ -68,7 +69,8 @@ def test_degrees_below_one_and_experts_that_do_not_fold() -> None:
 
 def test_a_layout_needs_no_torch() -> None:
     code = (
-        "import sys; from titan_moe.mesh import Layout; import titan_moe.optim.schedule;"
+        "import sys; from titan_moe.config.layout import Layout; import titan_moe.mesh;"
+        "import titan_moe.optim.schedule;"
         "from titan_moe.config.sections import Parallelism; Layout.of(Parallelism(), 8);"
         "assert 'torch' not in sys.modules"
     )
@@ -81,7 +83,7 @@ def where(layout: Layout) -> dict[str, object]:
         "dense": dict(zip(layout.dense, meshes.dense.get_coordinate() or (), strict=True)),
         "sparse": dict(zip(layout.sparse, meshes.sparse.get_coordinate() or (), strict=True)),
         "dp": (meshes.dp_rank, meshes.dp_degree),
-        "loss": sorted(dist.get_process_group_ranks(meshes.loss_group)),
+        "sequence": sorted(dist.get_process_group_ranks(meshes.sequence.get_group())),
         "fsdp": meshes.fsdp("dense").mesh.tolist(),
         "efsdp": meshes.fsdp("sparse").mesh.tolist(),
     }
@@ -98,6 +100,7 @@ def where(layout: Layout) -> dict[str, object]:
         Layout(pp=2, dp_shard=2, ep=2),
         Layout(dp_shard=2, cp=2, ep=2),
         Layout(dp_replicate=2, cp=2, ep=1),
+        Layout(cp=2, tp=2, ep=2),
     ],
     ids=lambda layout: " ".join(f"{k}{v}" for k, v in asdict(layout).items() if v > 1) or "one",
 )
@@ -125,7 +128,7 @@ def test_meshes_against_a_count_by_hand(pool: Pool, layout: Layout) -> None:
             dense["dp_replicate"] * layout.dp_shard + dense["dp_shard"],
             layout.dp_degree,
         )
-        assert answer["loss"] == group(rank, layout.dense, "dp_replicate", "dp_shard", "cp")
+        assert answer["sequence"] == group(rank, layout.dense, "cp", "tp")
         shards = group(rank, layout.dense, "dp_shard", "cp")
         expert_shards = group(rank, layout.sparse, "efsdp")
         if layout.dp_replicate == 1:

@@ -12,7 +12,8 @@ from recipes.deepseek_v3.model import Model
 from tests.parity.tiny import MODEL, Case, build
 from tests.pool import Pool
 from tests.tolerances import NORM_RTOL
-from titan_moe.mesh import Layout, Meshes
+from titan_moe.config.layout import Layout
+from titan_moe.mesh import Meshes
 from titan_moe.parallel.norm import clip_grads, grad_norm
 
 CPU = torch.device("cpu")

@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from tests.parity.reference import Reference
 from tests.parity.tiny import STEPS, Case, Trace, build, train, whole
@@ -102,25 +101,22 @@ def average_one_unit(engine: Engine) -> None:
 
 
 def divide_by_own_tokens(engine: Engine) -> None:
-    engine._sum_over_ranks = lambda *numbers: [int(number) for number in numbers]
+    engine._sum_over_rows = lambda *numbers: [int(number) for number in numbers]
 
 
 def scale_balance_by_own_sequences(engine: Engine) -> None:
     """The balance gradient then grows with the number of ranks."""
-    over_ranks = engine._sum_over_ranks
-    engine._sum_over_ranks = lambda tokens, rows: [over_ranks(tokens, rows)[0], int(rows)]
+    over_ranks = engine._sum_over_rows
+    engine._sum_over_rows = lambda tokens, rows: [over_ranks(tokens, rows)[0], int(rows)]
 
 
 def count_own_tokens(engine: Engine) -> None:
     """The selection bias then follows each rank's own tokens."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    update = engine.update_routers
 
-    def update_alone() -> Tensor:
-        engine._loss_group = alone[dist.get_rank()]
-        return update()
+    def of_own(own: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return torch.stack(list(own.values()))
 
-    engine.update_routers = update_alone
+    engine._over_layers = of_own
 
 
 @pytest.mark.parametrize(

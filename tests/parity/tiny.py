@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.deepseek_v3 import RECIPE
 from recipes.deepseek_v3.config import DeepseekV3Config
+from titan_moe.config.layout import Layout
 from titan_moe.config.sections import (
     ActivationCheckpoint,
     Data,
@@ -24,7 +25,7 @@ from titan_moe.config.sections import (
     Source,
     Training,
 )
-from titan_moe.mesh import Layout, Meshes
+from titan_moe.mesh import Meshes
 from titan_moe.optim import build_optimizer
 from titan_moe.parallel.engine import Engine
 from titan_moe.parallelize import parallelize

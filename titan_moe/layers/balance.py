@@ -3,14 +3,24 @@
 B batch, S sequence, E experts, K experts chosen per token.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SumOverSequence = Callable[[Tensor], Tensor]
 
-def sequence_balance_loss(scores_BSE: Tensor, valid_BS: Tensor, top_k: int) -> Tensor:
+
+def keep(statistics: Tensor) -> Tensor:
+    """`sum_over_sequence` where one process holds whole sequences."""
+    return statistics
+
+
+def sequence_balance_loss(
+    scores_BSE: Tensor, valid_BS: Tensor, top_k: int, sum_over_sequence: SumOverSequence = keep
+) -> Tensor:
     """loss_B: sum over experts of f_E · P_E (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20).
 
     f: E/K times the share of the sequence's valid tokens that have the expert among the K highest
@@ -18,22 +28,34 @@ def sequence_balance_loss(scores_BSE: Tensor, valid_BS: Tensor, top_k: int) -> T
     published with V3 has no balance loss; V2's counts the experts really chosen, but has no bias.)
     P: mean over valid tokens of the score as a share of the token's scores. The gradient flows
     through P. A sequence without a valid token has loss 0.
+
+    sum_over_sequence: adds up a tensor over the processes that hold parts of the same sequences.
+        Then each returns its tokens' share of the loss. As P is a sum over tokens, and f and the
+        number of tokens have no gradient, no gradient has to travel.
     """
     num_experts = scores_BSE.shape[-1]
     valid_BS1 = valid_BS.unsqueeze(-1).to(scores_BSE.dtype)
-    tokens_B1 = valid_BS1.sum(dim=1).clamp(min=1)
     top_BSE = mark_top_scores(scores_BSE.detach(), top_k)
-    f_BE = (top_BSE * valid_BS1).sum(dim=1) * (num_experts / top_k) / tokens_B1
+    statistics_BX = torch.cat([(top_BSE * valid_BS1).sum(dim=1), valid_BS1.sum(dim=1)], dim=-1)
+    chosen_BE, tokens_B1 = sum_over_sequence(statistics_BX).split([num_experts, 1], dim=-1)
+    tokens_B1 = tokens_B1.clamp(min=1)
+    f_BE = chosen_BE * (num_experts / top_k) / tokens_B1
     shares_BSE = F.normalize(scores_BSE, p=1.0, dim=-1)
     p_BE = (shares_BSE * valid_BS1).sum(dim=1) / tokens_B1
     return (f_BE * p_BE).sum(dim=-1)
 
 
-def sequence_z_loss(logits_BSE: Tensor, valid_BS: Tensor) -> Tensor:
-    """loss_B: mean over valid tokens of logsumexp(logits)² (ST-MoE, arXiv 2202.08906, eq. 5)."""
+def sequence_z_loss(
+    logits_BSE: Tensor, valid_BS: Tensor, sum_over_sequence: SumOverSequence = keep
+) -> Tensor:
+    """loss_B: mean over valid tokens of logsumexp(logits)² (ST-MoE, arXiv 2202.08906, eq. 5).
+
+    sum_over_sequence: as for the balance loss.
+    """
     valid = valid_BS.to(logits_BSE.dtype)
     squares_BS = logits_BSE.logsumexp(dim=-1).square()
-    return (squares_BS * valid).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
+    tokens_B = sum_over_sequence(valid.sum(dim=1)).clamp(min=1)
+    return (squares_BS * valid).sum(dim=1) / tokens_B
 
 
 class _Attach(torch.autograd.Function):

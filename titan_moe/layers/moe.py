@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.layers.balance import (
+    SumOverSequence,
     accumulate,
     attach_loss,
+    keep,
     sequence_balance_loss,
     sequence_z_loss,
 )
@@ -24,12 +26,14 @@ class MoE(FixedDtype):
     balance_loss_weight, z_loss_weight: factors of this layer's auxiliary losses; 0: not computed.
     bias_update_rate: step of the selection bias per optimizer step.
 
-    Slots: dispatcher; force_balance (route round-robin, for benchmarks).
+    Slots: dispatcher; force_balance (route round-robin, for benchmarks); sum_over_sequence (see
+    `sequence_balance_loss`).
 
     Buffers, written in training mode alone, in place, and never with padding:
         counts: int64 [E], tokens sent to each expert since someone zeroed it, in this process.
         previous_counts: int64 [E], saved; the last step's counts over all processes.
-        balance_loss_sum: fp32 0-d, weighted auxiliary losses summed over this process's sequences.
+        balance_loss_sum: fp32 0-d, weighted auxiliary losses summed over this process's sequences,
+            or parts of sequences.
         aux_scale: fp32 0-d, factor on the auxiliary losses' gradients; whoever knows the number of
             sequences in a step writes its inverse here.
     """
@@ -57,6 +61,7 @@ class MoE(FixedDtype):
         self.bias_update_rate = bias_update_rate
         self.force_balance = False
         self.dispatcher: Dispatcher = LocalDispatcher(router.num_experts)
+        self.sum_over_sequence: SumOverSequence = keep
 
         counts_E = torch.empty(router.num_experts, dtype=torch.int64)
         scalar = torch.empty((), dtype=torch.float32)
@@ -101,11 +106,14 @@ class MoE(FixedDtype):
         loss = logits_TE.new_zeros(())
         if self.balance_loss_weight:
             scores_BSE = scores_TE.view(*valid_BS.shape, -1)
-            loss_B = sequence_balance_loss(scores_BSE, valid_BS, self.router.top_k)
+            loss_B = sequence_balance_loss(
+                scores_BSE, valid_BS, self.router.top_k, self.sum_over_sequence
+            )
             loss = loss + self.balance_loss_weight * loss_B.sum()
         if self.z_loss_weight:
             logits_BSE = logits_TE.view(*valid_BS.shape, -1)
-            loss = loss + self.z_loss_weight * sequence_z_loss(logits_BSE, valid_BS).sum()
+            loss_B = sequence_z_loss(logits_BSE, valid_BS, self.sum_over_sequence)
+            loss = loss + self.z_loss_weight * loss_B.sum()
         accumulate(loss.detach(), self.balance_loss_sum)
         return attach_loss(out_BSD, loss, self.aux_scale)
 

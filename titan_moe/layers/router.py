@@ -153,5 +153,6 @@ def _within_best_groups(preference_TE: Tensor, num_groups: int, num_limited_grou
     return grouped_TGe.masked_fill(outside_TG[..., None], float("-inf")).flatten(1)
 
 
-ROUTING_OPS = (torch.ops.titan_moe.select_experts.default, *balance.OPS)
-"""Operators whose results recomputation must save: they choose, or add to a buffer."""
+ROUTING_OPS = {torch.ops.titan_moe.select_experts.default, *balance.OPS}
+"""Operators whose results recomputation must save: they choose, or add to a buffer. A dispatcher
+may add its own, so that sizes are agreed on once per forward and not per recomputation."""

@@ -4,11 +4,10 @@ Shape suffixes: L MoE layers, E experts.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,3 @@ def expert_balance(counts_LE: Tensor | None, biases_LE: Tensor | None = None) ->
         entropy=float(entropy_L.mean()) / math.log(num_experts) if num_experts > 1 else 1.0,
         bias_range=bias_range,
     )
-
-
-def selection_biases(parts: Iterable[nn.Module]) -> Tensor | None:
-    """The selection biases of all routers in `parts`, [L, E] in order of layers; None if none."""
-    biases = [
-        buffer
-        for part in parts
-        for name, buffer in part.named_buffers()
-        if name.rpartition(".")[2] == "selection_bias"
-    ]
-    return torch.stack(biases) if biases else None

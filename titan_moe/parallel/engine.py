@@ -5,7 +5,7 @@ Shapes: B this rank's rows of the step, S sequence, L MoE layers, E experts.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,11 @@ from titan_moe.config.sections import RunConfig
 from titan_moe.layers.head import IGNORED_LABEL
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
+from titan_moe.parallel.context import SequenceSlices
 from titan_moe.parallel.fsdp import fsdp_modules
 from titan_moe.parallel.norm import clip_grads, grad_norm
+from titan_moe.parallel.pending import PendingSums
+from titan_moe.world import gather
 
 Batch = dict[str, Tensor]
 
@@ -36,26 +39,57 @@ class StepOutput:
     valid_tokens: int
 
 
+class Runner(Protocol):
+    """Takes some rows through this rank's parts of the model, be they all or a pipeline's."""
+
+    def forward_backward(self, batch: Batch, scale: float) -> Tensor:
+        """Add the gradients of `scale` times the rows' summed cross-entropy to `.grad`.
+
+        Returns that number for the labels that this rank has logits for, 0-d fp64; 0 if none.
+        """
+        ...
+
+    def evaluate(self, batch: Batch, rows: int) -> Tensor:
+        """Summed cross-entropy in nats, `rows` at a time, 0-d fp64; 0 without the head."""
+        ...
+
+
 class Engine:
     """The sharded model of this rank, behind calls that know nothing of the layout.
 
     Batches are dicts of int64 [B, S]: tokens, labels (-100: none), positions and document_ids
-    (-1: padding). All methods are collective: every rank calls them, in the same order.
+    (-1: padding): the whole rows of this rank's share of a step, the same on all ranks that share
+    in computing them. All methods are collective: every rank calls them, in the same order.
     """
 
     def __init__(
-        self, parts: list[nn.Module], config: RunConfig, meshes: Meshes, device: torch.device
+        self,
+        parts: list[nn.Module],
+        runner: Runner,
+        config: RunConfig,
+        meshes: Meshes,
+        device: torch.device,
     ) -> None:
-        """parts: the model's pieces on this rank; without pipeline parallelism one, the whole."""
-        assert len(parts) == 1
+        """parts: the model's pieces on this rank, in order; without a pipeline one, the whole."""
         self.parts = parts
-        self._model: Any = parts[0]
+        self._runner = runner
         self._device = device
+        self._meshes = meshes
         self._rows = config.training.rows_per_micro_batch(meshes.dp_degree)
         self._validation_rows = config.validation.local_batch_size or self._rows
-        self._loss_group = meshes.loss_group
-        self._ranks_per_stage = meshes.layout.world // meshes.layout.pp
-        self._moes = [module for module in self._model.modules() if isinstance(module, MoE)]
+        self._slices = SequenceSlices.of(meshes, config.parallelism)
+        self._pending = PendingSums.of(parts, meshes)
+        # All ranks of a tp group have the same loss: one of them speaks for it.
+        self._has_loss = meshes.dense.get_local_rank("tp") == 0
+        self._moes = {
+            name: module
+            for part in parts
+            for name, module in part.named_modules()
+            if isinstance(module, MoE)
+        }
+        self._num_experts = config.model.num_experts
+        names = {name for of_rank in gather(list(self._moes)) for name in of_rank}
+        self._layers = {name: index for index, name in enumerate(sorted(names, key=_natural))}
 
     def forward_backward(self, batch: Batch) -> StepOutput:
         """Add the gradients of one step to `.grad`. The batch is this rank's share of all its rows.
@@ -73,28 +107,27 @@ class Engine:
                 f"training.local_batch_size = {self._rows} does not divide the {rows} rows of a "
                 f"rank's step"
             )
-        valid_tokens, sequences = self._sum_over_ranks(
+        valid_tokens, sequences = self._sum_over_rows(
             (batch["labels"] != IGNORED_LABEL).sum(), torch.tensor(rows)
         )
         if valid_tokens == 0:
             raise ValueError("a step without a single valid token: its loss is not defined")
-        for moe in self._moes:
+        for moe in self._moes.values():
             moe.counts.zero_()
             moe.balance_loss_sum.zero_()
             moe.aux_scale.fill_(1.0 / sequences)
 
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        micro_batches = list(self._slices(batch, self._rows))
-        for index, micro_batch in enumerate(micro_batches):
-            self._all_reduce_replicas(index == len(micro_batches) - 1)
-            nats = self._nats(micro_batch) / valid_tokens
-            torch.autograd.backward(nats)
-            loss += nats.detach()
+        passes = list(self._passes(batch, self._rows))
+        for index, rows_of_pass in enumerate(passes):
+            self._all_reduce_replicas(index == len(passes) - 1)
+            loss += self._runner.forward_backward(rows_of_pass, 1.0 / valid_tokens)
+        self._pending.add_up()
         balance_loss = torch.zeros_like(loss)
-        for moe in self._moes:
+        for moe in self._moes.values():
             balance_loss += moe.balance_loss_sum
-        sums = torch.stack([loss, balance_loss / sequences])
-        dist.all_reduce(sums, group=self._loss_group)
+        sums = torch.stack([loss * self._has_loss, balance_loss / sequences])
+        dist.all_reduce(sums)
         return StepOutput(sums[0], sums[1], valid_tokens)
 
     @torch.no_grad()
@@ -104,26 +137,32 @@ class Engine:
         Every rank brings the same number of rows. Nothing of the training state moves: weights,
         counts and biases keep their bits, and the mode is put back.
         """
-        training = self._model.training
-        self._model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for micro_batch in self._slices(batch, self._validation_rows):
-            sums[0] += self._nats(micro_batch)
-            sums[1] += (micro_batch["labels"] != IGNORED_LABEL).sum()
-        for module in fsdp_modules(self._model):
-            # With weights kept after forward, no backward is coming that would let go of them.
-            module.reshard()
-        self._model.train(training)
-        dist.all_reduce(sums, group=self._loss_group)
-        return sums[0], sums[1]
+        training = [part.training for part in self.parts]
+        for part in self.parts:
+            part.eval()
+        nats = torch.zeros((), dtype=torch.float64, device=self._device)
+        for whole in self._passes(batch, len(batch["tokens"])):
+            nats += self._runner.evaluate(whole, self._validation_rows)
+        for part, mode in zip(self.parts, training, strict=True):
+            for module in fsdp_modules(part):
+                # With weights kept after forward, no backward is coming that would let go of them.
+                module.reshard()
+            part.train(mode)
+        sums = nats * self._has_loss
+        dist.all_reduce(sums)
+        (valid_tokens,) = self._sum_over_rows((batch["labels"] != IGNORED_LABEL).sum())
+        return sums, torch.tensor(float(valid_tokens), dtype=torch.float64)
 
     def grad_norm(self, p: float = 2.0) -> Tensor:
         """p-norm (2.0, or math.inf) of the whole model's gradient, 0-d fp64."""
-        return grad_norm(self._model.parameters(), self._ranks_per_stage, self._device, p)
+        copies = self._pending.copies
+        return grad_norm(
+            self.parameters(), self._meshes.layout.stage_ranks, self._device, p, copies
+        )
 
     def clip_grads(self, norm: Tensor, max_norm: float) -> None:
         """Multiply gradients by min(1, max_norm / (norm + 1e-6)), in place."""
-        clip_grads(self._model.parameters(), norm, max_norm)
+        clip_grads(self.parameters(), norm, max_norm)
 
     @torch.no_grad()
     def update_routers(self) -> Tensor:
@@ -132,43 +171,70 @@ class Engine:
         Returns tokens per MoE layer and expert over all ranks, int64 [L, E]; without MoE layers
         [0, 0].
         """
-        if not self._moes:
-            return torch.zeros(0, 0, dtype=torch.int64, device=self._device)
-        counts_LE = torch.stack([moe.counts for moe in self._moes])
-        dist.all_reduce(counts_LE, group=self._loss_group)
-        for moe, counts_E in zip(self._moes, counts_LE, strict=True):
-            moe.update_selection_bias(counts_E)
+        own = {name: moe.counts for name, moe in self._moes.items()}
+        counts_LE = self._over_layers(own, torch.int64)
+        for name, moe in self._moes.items():
+            moe.update_selection_bias(counts_LE[self._layers[name]])
         return counts_LE
 
-    def _slices(self, batch: Batch, rows: int) -> Iterator[Batch]:
+    def selection_biases(self) -> Tensor:
+        """The selection biases of the whole model's routers, fp32 [L, E] in order of layers."""
+        own = {name: moe.router.selection_bias for name, moe in self._moes.items()}
+        return self._over_layers(own, torch.float32, self._meshes.pipeline.get_group())
+
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        own = {name: p.numel() for part in self.parts for name, p in part.named_parameters()}
+        of_all = {name: size for of_rank in gather(own) for name, size in of_rank.items()}
+        return sum(of_all.values())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of all parts on this rank."""
+        for part in self.parts:
+            yield from part.parameters()
+
+    def _passes(self, batch: Batch, rows: int) -> Iterator[Batch]:
+        """This rank's tokens of so many rows at a time."""
         for begin in range(0, len(batch["tokens"]), rows):
-            yield {
-                key: value[begin : begin + rows].to(self._device, non_blocking=True)
-                for key, value in batch.items()
-            }
+            yield self._slices.of_batch(
+                {
+                    key: value[begin : begin + rows].to(self._device, non_blocking=True)
+                    for key, value in batch.items()
+                }
+            )
 
-    def _nats(self, micro_batch: Batch) -> Tensor:
-        """Cross-entropy summed over the labels of a micro-batch."""
-        hidden_BSD = self._model(
-            micro_batch["tokens"],
-            positions_BS=micro_batch["positions"],
-            document_ids_BS=micro_batch["document_ids"],
-            tokens_BS=micro_batch["tokens"],
+    def _over_layers(
+        self, own: dict[str, Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None = None
+    ) -> Tensor:
+        """[L, E], the sum over `group` (the world); a layer that is not on a rank adds nothing."""
+        if not self._layers:
+            return torch.zeros(0, 0, dtype=dtype, device=self._device)
+        total_LE = torch.zeros(
+            len(self._layers), self._num_experts, dtype=dtype, device=self._device
         )
-        nats: Tensor = self._model.head.loss(hidden_BSD, micro_batch["labels"])
-        return nats
+        for name, values_E in own.items():
+            total_LE[self._layers[name]] = values_E
+        dist.all_reduce(total_LE, group=group)
+        return total_LE
 
-    def _sum_over_ranks(self, *numbers: Tensor) -> list[int]:
-        """One collective, and the step's one wait for the device."""
+    def _sum_over_rows(self, *numbers: Tensor) -> list[int]:
+        """Over all rows of a step. One collective, and the step's one wait for the device."""
         sums = torch.stack([number.to(self._device) for number in numbers])
-        dist.all_reduce(sums, group=self._loss_group)
-        totals: list[int] = sums.tolist()
-        return totals
+        dist.all_reduce(sums)
+        # Each row is on all ranks that share in computing it.
+        ranks_per_row = self._meshes.layout.world // self._meshes.dp_degree
+        return [int(total) // ranks_per_row for total in sums.tolist()]
 
     def _all_reduce_replicas(self, last: bool) -> None:
         """Gradients are reduced over HSDP's replicas, often the slower way, once per step.
 
         Over shards each micro-batch's are reduced at once, so that no rank keeps a whole gradient.
         """
-        assert isinstance(self._model, FSDPModule)
-        self._model.set_requires_all_reduce(last)
+        for part in self.parts:
+            assert isinstance(part, FSDPModule)
+            part.set_requires_all_reduce(last)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sort key by which layers.2 is before layers.10."""
+    return [(p.isdigit(), int(p) if p.isdigit() else 0, p) for p in name.split(".")]

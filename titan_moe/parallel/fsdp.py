@@ -1,17 +1,19 @@
 """FSDP2 and HSDP: weights sharded over the data-parallel ranks, gradients summed over them."""
 
 import logging
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config.sections import Parallelism, Training
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
-from titan_moe.recipe import FsdpUnit, Sharding
+from titan_moe.recipe import FsdpUnit, Sharding, fits
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +34,19 @@ def apply_fsdp(
     Raises:
         ValueError: a unit's pattern matches no module, or one that an earlier unit has.
     """
-    reshard = parallelism.fsdp_reshard_after_forward != "never"
+    reshard = _reshards(parallelism)
     wrapped: set[str] = set()
     for unit in sharding.fsdp_units:
-        for name in _matches(model, unit, wrapped):
+        for names in _matches(model, unit, wrapped):
+            mesh = meshes.fsdp(unit.mesh)
             fully_shard(
-                model.get_submodule(name),
-                mesh=meshes.fsdp(unit.mesh),
+                [model.get_submodule(name) for name in names],
+                mesh=mesh,
                 reshard_after_forward=reshard,
                 mp_policy=_precision(unit.precision, training),
+                shard_placement_fn=partial(_dimension, mesh.size(-1)),
             )
-            wrapped.add(name)
+            wrapped |= set(names)
     fully_shard(
         model,
         mesh=meshes.fsdp("dense"),
@@ -67,9 +71,27 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _matches(model: nn.Module, unit: FsdpUnit, wrapped: set[str]) -> list[str]:
-    names = [name for name, _ in model.named_modules() if _fits(name, unit.pattern)]
-    if not names and not _may_lack(model, unit.pattern):
+def _reshards(section: Parallelism) -> bool:
+    """In a pipeline weights are kept by default, as each micro-batch would gather them anew."""
+    if section.fsdp_reshard_after_forward == "default":
+        return section.pipeline_parallel_degree == 1
+    return section.fsdp_reshard_after_forward == "always"
+
+
+def _dimension(ranks: int, weight: nn.Parameter) -> Shard | None:
+    """Shard a stack of fewer experts than ranks by another dimension, if that divides evenly."""
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    if local.ndim == 3 and local.shape[0] < ranks and local.shape[1] % ranks == 0:
+        return Shard(1)
+    return None  # the first
+
+
+def _matches(model: nn.Module, unit: FsdpUnit, wrapped: set[str]) -> Iterator[list[str]]:
+    """The names of each unit that the pattern makes: of one module, or of all that several fit."""
+    together = isinstance(unit.pattern, tuple)
+    patterns = unit.pattern if isinstance(unit.pattern, tuple) else (unit.pattern,)
+    names = [name for name, _ in model.named_modules() if fits(name, patterns)]
+    if not names and not any(_may_lack(model, pattern) for pattern in patterns):
         raise ValueError(f"sharding: the FSDP unit {unit.pattern!r} matches no module of the model")
     for name in names:
         if any(f"{name}.".startswith(f"{earlier}.") for earlier in wrapped):
@@ -77,17 +99,17 @@ def _matches(model: nn.Module, unit: FsdpUnit, wrapped: set[str]) -> list[str]:
                 f"sharding: {name}, matched by {unit.pattern!r}, is in an FSDP unit already; "
                 f"list inner units first, each once"
             )
-    return names
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """Part by part: a * stays between two dots."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+    if together and names:
+        yield names
+    elif not together:
+        yield from ([name] for name in names)
 
 
 def _may_lack(model: nn.Module, pattern: str) -> bool:
-    """Whether it may match nothing: in a stage without embedding or head, or of dense blocks."""
+    """Whether it may match nothing: in a stage without embedding or head, or of one kind of block.
+
+    A pattern for the layers has to match in a stage that has both kinds, dense ones and experts.
+    """
     top = pattern.partition(".")[0]
     if not hasattr(model, top):
         return False

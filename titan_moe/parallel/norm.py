@@ -1,7 +1,7 @@
 """The gradient's norm over a sharded model: each parameter of the whole model counted once."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,11 @@ CLIP_EPS = 1e-6
 
 @torch.no_grad()
 def grad_norm(
-    parameters: Iterable[nn.Parameter], ranks_per_stage: int, device: torch.device, p: float = 2.0
+    parameters: Iterable[nn.Parameter],
+    ranks_per_stage: int,
+    device: torch.device,
+    p: float = 2.0,
+    copies: Mapping[nn.Parameter, int] | None = None,
 ) -> Tensor:
     """p-norm of all gradients together, 0-d fp64, the same on every rank. Collective over all.
 
@@ -25,12 +29,15 @@ def grad_norm(
     what a rank adds is weighted by the inverse. A rank that holds no gradient at all adds 0.
 
     device: where the parameters are.
+    copies: how many stages hold a parameter, where it is more than one.
     p: 2.0 or any other finite order above 0, or math.inf. A gradient that is not finite makes the
     norm inf or nan.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
         assert isinstance(gradient, DTensor), (
             "a gradient outside FSDP would be counted on each rank"
         )
@@ -41,7 +48,8 @@ def grad_norm(
         if p == math.inf:
             total = torch.maximum(total, norm)
         else:
-            total += norm**p * (_slices(gradient) / ranks_per_stage)
+            ranks = ranks_per_stage * (copies or {}).get(parameter, 1)
+            total += norm**p * (_slices(gradient) / ranks)
     if p == math.inf:
         # A maximum over ranks may drop nan, but never inf.
         total = torch.nan_to_num(total, nan=math.inf, posinf=math.inf)
