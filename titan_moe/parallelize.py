@@ -15,6 +15,7 @@ from titan_moe.config.sections import RunConfig
 from titan_moe.layers.mask import plain_causal
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
+from titan_moe.parallel.balance import apply_sequence_balance
 from titan_moe.parallel.context import apply_context_parallel
 from titan_moe.parallel.engine import Engine
 from titan_moe.parallel.fsdp import apply_fsdp
@@ -45,6 +46,8 @@ def parallelize(
             apply_tensor_parallel(part, meshes, sharding, section)
         if layout.cp > 1:
             apply_context_parallel(part, meshes, sharding, section)
+        if layout.cp * layout.tp > 1:
+            apply_sequence_balance(part, meshes, sharding, section)
         apply_activation_checkpoint(part, config.activation_checkpoint)
         apply_fsdp(part, meshes, sharding, config.training, section)
         materialise(part, device, poison=poison)

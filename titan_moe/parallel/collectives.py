@@ -17,12 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# Since torch 2.13 these have new names, and the old ones warn.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def gather_slices(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """All ranks' x side by side along dim. Not differentiable."""
     ranks = dist.get_world_size(group)
     pieces = x.new_empty(ranks, *x.shape)
-    dist.all_gather_into_tensor(pieces, x.contiguous(), group)
+    _all_gather_single(pieces.flatten(0, 1), x.contiguous(), group)
+    dim %= x.ndim
     return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -30,9 +35,10 @@ def sum_slices(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """This rank's slice, along dim, of the sum over ranks. Not differentiable."""
     ranks = dist.get_world_size(group)
     assert x.shape[dim] % ranks == 0, f"{tuple(x.shape)} in {ranks} along {dim}"
+    dim %= x.ndim
     pieces = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(pieces[0])
-    dist.reduce_scatter_tensor(out, pieces.flatten(0, 1), group=group)
+    _reduce_scatter_single(out, pieces.flatten(0, 1), group=group)
     return out
 
 

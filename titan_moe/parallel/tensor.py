@@ -87,7 +87,7 @@ def apply_tensor_parallel(
         if name in dims:
             _split(splitter, module, name, dims[name])
         elif not isinstance(module, Experts):
-            for parameter in list(module._parameters):
+            for parameter in _own(module):
                 splitter.replicate(module, parameter, partial=inside or stream.split)
         if name in regions:
             module.register_forward_pre_hook(_enter(stream))
@@ -108,12 +108,16 @@ def apply_tensor_parallel(
     )
 
 
+def _own(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+
+
 def _is_in(name: str, parent: str) -> bool:
     return name == parent or name.startswith(f"{parent}.")
 
 
 def _split(splitter: Splitter, module: nn.Module, name: str, dim: int) -> None:
-    for parameter in list(module._parameters):
+    for parameter in _own(module):
         try:
             splitter.split(module, parameter, dim)
         except ValueError as error:
