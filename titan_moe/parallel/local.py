@@ -52,12 +52,12 @@ class Splitter:
 
 def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters whose gradients are still to be added up over the mesh that split them."""
-    found = {
-        module.get_parameter(name): None
+    found = [
+        module._parameters[name]
         for module in model.modules()
         for name in sorted(module.__dict__.get("partial_gradients", ()))
-    }
-    return list(found)
+    ]
+    return [parameter for parameter in dict.fromkeys(found) if parameter is not None]
 
 
 def _see_local(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
