@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 # Leftwards only: a room imports rooms of lower rank and itself, none of its own rank.
 RANKS = (
     ("config",),
-    ("recipe", "layers"),
-    ("mesh", "world"),
+    ("recipe", "layers", "flops"),
+    ("mesh", "world", "stages"),
     ("parallel", "passes", "data", "optim", "checkpoint", "metrics"),
     ("parallelize",),
     ("planner",),

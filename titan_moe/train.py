@@ -16,8 +16,8 @@ from titan_moe.config import ConfigError, RunConfig, load_config
 from titan_moe.config.command_line import config_and_overrides
 from titan_moe.config.layout import Layout
 from titan_moe.data import ValidationData, build_train_loader, build_validation, merge_states
+from titan_moe.flops import model_flops_per_token
 from titan_moe.mesh import Meshes
-from titan_moe.metrics.flops import model_flops_per_token
 from titan_moe.metrics.logger import MetricsLogger
 from titan_moe.metrics.logs import setup_logging
 from titan_moe.metrics.profiling import Profiler

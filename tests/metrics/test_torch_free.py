@@ -6,7 +6,7 @@ import sys
 MODULES = [
     "titan_moe.checkpoint.folder",
     "titan_moe.metrics.console",
-    "titan_moe.metrics.flops",
+    "titan_moe.flops",
     "titan_moe.metrics.jsonl",
     "titan_moe.metrics.logs",
     "titan_moe.metrics.peaks",

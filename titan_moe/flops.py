@@ -21,6 +21,21 @@ MATRICES_PER_MLP = 3  # SwiGLU: gate, up, down
 
 
 @dataclass(frozen=True)
+class BlockFlops:
+    """FLOPs per token of one block, forward and backward, by kind of matmul."""
+
+    attention_projections: float
+    attention_scores: float
+    dense_mlp: float
+    experts: float
+    shared_experts: float
+
+    @property
+    def total(self) -> float:
+        return _total(self)
+
+
+@dataclass(frozen=True)
 class ModelFlops:
     """FLOPs per token, forward and backward, by kind of matmul."""
 
@@ -35,7 +50,7 @@ class ModelFlops:
     @property
     def total(self) -> float:
         """FLOPs per token of one training step."""
-        return sum(float(getattr(self, part.name)) for part in fields(self))
+        return _total(self)
 
 
 def model_flops_per_token(cfg: ModelConfig, seq_len: int, num_mtp_layers: int = 0) -> ModelFlops:
@@ -45,27 +60,37 @@ def model_flops_per_token(cfg: ModelConfig, seq_len: int, num_mtp_layers: int = 
     seq_len: tokens per sequence.
     num_mtp_layers: multi-token-prediction layers trained along.
     """
-    shapes = [cfg.attention_shape(layer) for layer in range(cfg.num_layers)]
-    num_moe_layers = cfg.num_layers - cfg.num_dense_layers
-    expert_weights = MATRICES_PER_MLP * cfg.hidden_size * cfg.moe_intermediate_size
-    dense_weights = MATRICES_PER_MLP * cfg.hidden_size * cfg.intermediate_size
-    visited = _step(cfg.top_k * expert_weights)
-    shared = _step(cfg.num_shared_experts * expert_weights)
-    logits = _step(cfg.hidden_size * cfg.vocab_size)
+    blocks = [block_flops_per_token(cfg, layer, seq_len) for layer in range(cfg.num_layers)]
+    logits = logits_flops_per_token(cfg)
+    mtp_layer = blocks[-1].total + _step(2 * cfg.hidden_size * cfg.hidden_size) + logits
+    of_blocks = {
+        part.name: sum(getattr(block, part.name) for block in blocks) for part in fields(BlockFlops)
+    }
+    return ModelFlops(**of_blocks, logits=logits, mtp=num_mtp_layers * mtp_layer)
 
-    last = shapes[-1]
-    mlp = visited + shared if num_moe_layers else _step(dense_weights)
-    block = _step(last.projection_params) + _attention_scores(last, seq_len) + mlp
-    mtp_layer = block + _step(2 * cfg.hidden_size * cfg.hidden_size) + logits
-    return ModelFlops(
-        attention_projections=sum(_step(shape.projection_params) for shape in shapes),
-        attention_scores=sum(_attention_scores(shape, seq_len) for shape in shapes),
-        dense_mlp=cfg.num_dense_layers * _step(dense_weights),
-        experts=num_moe_layers * visited,
-        shared_experts=num_moe_layers * shared,
-        logits=logits,
-        mtp=num_mtp_layers * mtp_layer,
+
+def block_flops_per_token(cfg: ModelConfig, layer: int, seq_len: int) -> BlockFlops:
+    """The same of block `layer` alone."""
+    shape = cfg.attention_shape(layer)
+    is_dense = layer < cfg.num_dense_layers
+    expert = _step(MATRICES_PER_MLP * cfg.hidden_size * cfg.moe_intermediate_size)
+    dense = _step(MATRICES_PER_MLP * cfg.hidden_size * cfg.intermediate_size)
+    return BlockFlops(
+        attention_projections=_step(shape.projection_params),
+        attention_scores=_attention_scores(shape, seq_len),
+        dense_mlp=dense if is_dense else 0.0,
+        experts=0.0 if is_dense else cfg.top_k * expert,
+        shared_experts=0.0 if is_dense else cfg.num_shared_experts * expert,
     )
+
+
+def logits_flops_per_token(cfg: ModelConfig) -> float:
+    """The same of the output projection alone."""
+    return _step(cfg.hidden_size * cfg.vocab_size)
+
+
+def _total(parts: BlockFlops | ModelFlops) -> float:
+    return sum(float(getattr(parts, part.name)) for part in fields(parts))
 
 
 def _step(weights: int) -> float:

@@ -6,9 +6,13 @@ import pytest
 
 from titan_moe.config import load_config
 from titan_moe.config.model import AttentionShape, ModelConfig
-from titan_moe.metrics.flops import model_flops_per_token
+from titan_moe.flops import (
+    block_flops_per_token,
+    logits_flops_per_token,
+    model_flops_per_token,
+)
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 SEQ_LEN = 4096
 GIGA = 1e9
 
@@ -164,3 +168,11 @@ def test_mtp_layer_is_a_block_a_projection_and_logits() -> None:
     flops = model_flops_per_token(tiny(), seq_len=8, num_mtp_layers=2)
     block = 6 * 144 + 6 * 2 * 8 * 4 + 6 * 3 * 3 * 6 * 5  # attention, scores, 2 + 1 experts
     assert flops.mtp == 2 * (block + 6 * 12 * 6 + 6 * 6 * 11)
+
+
+def test_one_block_and_the_logits_alone() -> None:
+    dense, sparse = (block_flops_per_token(tiny(), layer, seq_len=8) for layer in (0, 2))
+    attention = 6 * 144 + 6 * 2 * 8 * 4
+    assert dense.total == attention + 6 * 3 * 6 * 10
+    assert sparse.total == attention + 6 * (2 + 1) * 3 * 6 * 5
+    assert logits_flops_per_token(tiny()) == 6 * 6 * 11
