@@ -30,9 +30,12 @@ class Sharding:
 
     fsdp_units: wrapped in the order given.
     colwise: linears that tensor parallelism splits by outputs (heads, inner width).
-    rowwise: linears that it splits by inputs, their outputs being summed over ranks. The parent of
-        such a linear (an attention, an MLP) is where whole sequences come in and sums go out; it
-        takes the tokens, [B, S, D], as its first argument and returns the same shape.
+    rowwise: linears that it splits by inputs, their outputs being summed over ranks. Between
+        colwise and rowwise, so anywhere in the parent of a rowwise linear (an attention, an MLP),
+        every rank needs all tokens, [B, S, D]. They come in in one of two ways:
+    gather_inputs: modules whose first argument is gathered from the ranks' own tokens.
+    gather_outputs: linears that each rank applies to its own tokens, and whose outputs are
+        gathered: right where they are narrower, as the latents of attention are.
 
     Embedding, output and loss are split by vocabulary, and routed experts by expert, without being
     named; all other weights are whole on every tensor-parallel rank.
@@ -41,6 +44,8 @@ class Sharding:
     fsdp_units: tuple[FsdpUnit, ...]
     colwise: tuple[str, ...] = ()
     rowwise: tuple[str, ...] = ()
+    gather_inputs: tuple[str, ...] = ()
+    gather_outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,4 +25,6 @@ SHARDING = Sharding(
         "layers.*.mlp.down",
         "layers.*.moe.shared.down",
     ),
+    gather_inputs=("layers.*.attention.q", "layers.*.mlp", "layers.*.moe.shared"),
+    gather_outputs=("layers.*.attention.q_down", "layers.*.attention.kv_down"),
 )

@@ -65,7 +65,8 @@ def apply_tensor_parallel(
     """Split the weights that `sharding` names, embedding and head, in place, on meta.
 
     Raises:
-        ValueError: a width that the ranks do not divide, or nothing to split.
+        ValueError: a width that the ranks do not divide; nothing to split; a split layer into
+            which no tokens are gathered.
     """
     group, splitter = meshes.tensor.get_group(), Splitter(meshes.tensor)
     residual, own_tokens = Stream(group, section.sequence_parallel), Stream(group, split=True)
@@ -73,15 +74,16 @@ def apply_tensor_parallel(
     moes = [name for name, module in names.items() if isinstance(module, MoE)]
     rowwise = [name for name in names if fits(name, sharding.rowwise)]
     regions = {name.rpartition(".")[0] for name in rowwise}
+    own_token_linears = [name for name in names if fits(name, sharding.gather_outputs)]
     dims = dict.fromkeys(rowwise, 1)
     dims |= {name: 0 for name in names if fits(name, sharding.colwise)}
     dims |= {name: 0 for name, module in names.items() if isinstance(module, Embedding)}
     dims |= {f"{name}.output": 0 for name, module in names.items() if isinstance(module, Head)}
-    if not rowwise:
-        raise ValueError("tensor parallel: sharding.rowwise names nothing in the model")
+    _check(names, rowwise, sharding)
 
     for name, module in names.items():
-        inside = any(_is_in(name, region) for region in regions)
+        # Where every rank has all tokens, but some heads or columns: gradients are shares.
+        inside = any(_is_in(name, region) for region in regions) and name not in own_token_linears
         by_token = any(_is_in(name, moe) for moe in moes)
         stream = own_tokens if by_token else residual
         if name in dims:
@@ -89,10 +91,12 @@ def apply_tensor_parallel(
         elif not isinstance(module, Experts):
             for parameter in _own(module):
                 splitter.replicate(module, parameter, partial=inside or stream.split)
-        if name in regions:
-            module.register_forward_pre_hook(_enter(stream))
+        if fits(name, sharding.gather_inputs):
+            module.register_forward_pre_hook(_gather_input(stream))
+        if name in own_token_linears:
+            module.register_forward_hook(_gather_output(stream))
         if name in rowwise:
-            module.register_forward_hook(_leave(stream))
+            module.register_forward_hook(_sum_output(stream))
         if isinstance(module, MoE):
             _take_own_tokens(module, residual)
         elif isinstance(module, Embedding):
@@ -112,6 +116,21 @@ def _own(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
 
 
+def _check(names: dict[str, nn.Module], rowwise: list[str], sharding: Sharding) -> None:
+    """That something is split, and that no split layer was forgotten to be given all tokens."""
+    if not rowwise:
+        raise ValueError("tensor parallel: sharding.rowwise names nothing in the model")
+    gathers = (*sharding.gather_inputs, *sharding.gather_outputs)
+    gathering = [name for name in names if fits(name, gathers)]
+    for name in rowwise:
+        parent = name.rpartition(".")[0]
+        if not any(_is_in(gather, parent) or _is_in(parent, gather) for gather in gathering):
+            raise ValueError(
+                f"tensor parallel: {parent} is split, but sharding.gather_inputs and "
+                f".gather_outputs name nothing in it: its ranks would not see each other's tokens"
+            )
+
+
 def _is_in(name: str, parent: str) -> bool:
     return name == parent or name.startswith(f"{parent}.")
 
@@ -127,14 +146,21 @@ def _split(splitter: Splitter, module: nn.Module, name: str, dim: int) -> None:
             ) from None
 
 
-def _enter(stream: Stream) -> Any:
+def _gather_input(stream: Stream) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return stream.enter(args[0]), *args[1:]
 
     return hook
 
 
-def _leave(stream: Stream) -> Any:
+def _gather_output(stream: Stream) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        return stream.enter(out)
+
+    return hook
+
+
+def _sum_output(stream: Stream) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], share: Tensor) -> Tensor:
         return stream.leave(share)
 
@@ -180,6 +206,6 @@ def _score(head: Head, residual: Stream, whole: bool) -> None:
     def loss_of_whole(logits_BSv: Tensor, labels_BS: Tensor) -> Tensor:
         return cross_entropy(whole_logits(logits_BSv), labels_BS)
 
-    head.output.register_forward_pre_hook(_enter(residual))
+    head.output.register_forward_pre_hook(_gather_input(residual))
     head.whole_logits = whole_logits
     head.cross_entropy = loss_of_whole if whole else loss_of_slices
