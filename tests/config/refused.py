@@ -1,53 +1,15 @@
 """For each row of the table of checks, configs that it refuses, and the arithmetic it tells."""
 
+from tests.config.refused_layouts import REFUSED_LAYOUTS
+from tests.config.refused_pipelines import REFUSED_PIPELINES
+
 SETS = "--validation.sets="
 HELD_OUT = SETS + "[{name = 'v', holdout_of = 'stdlib', max_tokens = 9}]"
 
 # name of the row -> (overrides, processes, what is said before the reason)
 REFUSED: dict[str, list[tuple[list[str], int | None, str]]] = {
-    "degrees fill the world": [
-        (
-            ["--parallelism.data_parallel_shard_degree=2"],
-            4,
-            "command line: parallelism.data_parallel_shard_degree = 2: replicate 1 * shard 2 = 2, "
-            "but there are 4 processes; -1 takes what the others leave",
-        ),
-        (
-            ["--parallelism.data_parallel_replicate_degree=3"],
-            4,
-            "command line: parallelism.data_parallel_replicate_degree = 3: "
-            "does not divide the 4 processes",
-        ),
-    ],
-    "batch divides": [
-        (
-            ["--training.local_batch_size=4"],
-            4,
-            "tiny.toml: training.global_batch_size = 8: not a multiple of "
-            "4 data-parallel ranks * local_batch_size 4 = 16",
-        ),
-        (
-            ["--training.global_batch_size=9"],
-            None,
-            "command line: training.global_batch_size = 9: not a multiple of "
-            "1 data-parallel ranks * local_batch_size 2 = 2",
-        ),
-    ],
-    "ranks share streams": [
-        (
-            ["--data.num_streams=6"],
-            4,
-            "command line: data.num_streams = 6: not a multiple of 4 data-parallel ranks",
-        )
-    ],
-    "workers share streams": [
-        (
-            ["--training.dataloader.num_workers=3"],
-            4,
-            "command line: training.dataloader.num_workers = 3: more than "
-            "data.num_streams 8 / 4 data-parallel ranks = 2",
-        )
-    ],
+    **REFUSED_LAYOUTS,
+    **REFUSED_PIPELINES,
     "sequence within the rotary table": [
         (
             ["--training.seq_len=129"],

@@ -25,6 +25,28 @@ from titan_moe.config.checks_disk import (
     run_folder_can_be_made,
     tokenizer_fits,
 )
+from titan_moe.config.checks_parallel import (
+    batch_divides,
+    degrees_fill_world,
+    experts_divide,
+    experts_fold,
+    ranks_share_streams,
+    sequence_divides,
+    slices_have_masks,
+    tensor_parallel_inside,
+    two_tiers_are_there,
+    widths_divide,
+    workers_share_streams,
+)
+from titan_moe.config.checks_pipeline import (
+    micro_batches_are_whole,
+    one_plan_of_stages,
+    order_can_be_run,
+    pipeline_is_there,
+    schedule_takes_micro_batches,
+    schedule_takes_stages,
+    stages_have_layers,
+)
 from titan_moe.config.errors import Fault
 from titan_moe.config.keys import path_of, toml_text
 from titan_moe.config.sections import RunConfig
@@ -75,59 +97,6 @@ def _shown(config: RunConfig, key: str) -> str:
     return "(absent)" if value is None else toml_text(value)
 
 
-def data_parallel_degree(config: RunConfig, world: int | None) -> int | None:
-    """Ranks that read different rows; None: unknown without the world, or not a layout of it."""
-    section = config.parallelism
-    replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
-    if shard != -1:
-        return replicate * shard
-    return None if world is None or world % replicate else world
-
-
-def degrees_fill_world(config: RunConfig, world: int | None) -> Faults:
-    section = config.parallelism
-    replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
-    if world is None:
-        return
-    if shard == -1 and world % replicate:
-        key = "parallelism.data_parallel_replicate_degree"
-        yield Fault(key, f"does not divide the {world} processes")
-    if shard != -1 and replicate * shard != world:
-        product = f"replicate {replicate} * shard {shard} = {replicate * shard}"
-        remedy = "-1 takes what the others leave"
-        yield Fault(
-            "parallelism.data_parallel_shard_degree",
-            f"{product}, but there are {world} processes; {remedy}",
-        )
-
-
-def batch_divides(config: RunConfig, world: int | None) -> Faults:
-    training = config.training
-    degree = data_parallel_degree(config, world) or 1
-    rows = training.local_batch_size or 1
-    if training.global_batch_size % (degree * rows):
-        product = f"{degree} data-parallel ranks"
-        if training.local_batch_size:
-            product += f" * local_batch_size {rows} = {degree * rows}"
-        yield Fault("training.global_batch_size", f"not a multiple of {product}")
-
-
-def ranks_share_streams(config: RunConfig, world: int | None) -> Faults:
-    degree, streams = data_parallel_degree(config, world), config.data.num_streams
-    if degree is not None and streams % degree:
-        yield Fault("data.num_streams", f"not a multiple of {degree} data-parallel ranks")
-
-
-def workers_share_streams(config: RunConfig, world: int | None) -> Faults:
-    degree, streams = data_parallel_degree(config, world) or 1, config.data.num_streams
-    workers = config.training.dataloader.num_workers
-    if streams % degree == 0 and workers > streams // degree:
-        arithmetic = (
-            f"data.num_streams {streams} / {degree} data-parallel ranks = {streams // degree}"
-        )
-        yield Fault("training.dataloader.num_workers", f"more than {arithmetic}")
-
-
 def sequence_within_rotary_table(config: RunConfig, world: int | None) -> Faults:
     if config.training.seq_len > config.model.max_seq_len:
         limit = config.model.max_seq_len
@@ -143,7 +112,9 @@ def backend_masks_documents(config: RunConfig, world: int | None) -> Faults:
 
 
 def flex_has_documents(config: RunConfig, world: int | None) -> Faults:
-    if config.training.attention_backend == "flex" and not config.training.document_mask:
+    training, cp = config.training, config.parallelism.context_parallel_degree
+    # Slices of a row need a mask even without documents.
+    if training.attention_backend == "flex" and not training.document_mask and cp == 1:
         remedy = 'use "auto" or "sdpa"'
         message = f"cannot go with training.document_mask = false; {remedy}"
         yield Fault("training.attention_backend", message)
@@ -203,6 +174,26 @@ CHECKS = (
         degrees_fill_world,
     ),
     Check(
+        "experts fold",
+        "the experts of a pipeline stage are laid over the ranks of one replica",
+        experts_fold,
+    ),
+    Check(
+        "experts divide",
+        "each expert-parallel rank holds the same number of whole experts",
+        experts_divide,
+    ),
+    Check(
+        "widths divide",
+        "each tensor-parallel rank holds an equal part of heads, inner widths and vocabulary",
+        widths_divide,
+    ),
+    Check(
+        "sequence divides",
+        "ranks that share a sequence hold equal parts; routed experts see tokens split over tp",
+        sequence_divides,
+    ),
+    Check(
         "batch divides",
         "every rank takes the same number of whole micro-batches in a step",
         batch_divides,
@@ -216,6 +207,57 @@ CHECKS = (
         "workers share streams",
         "a worker without a stream would idle",
         workers_share_streams,
+    ),
+    Check(
+        "slices have masks",
+        "its causal mask is that of whole rows, and a rank has slices of them",
+        slices_have_masks,
+    ),
+    Check(
+        "tensor parallel inside a domain",
+        "it communicates in every layer, which a slow network would stall",
+        tensor_parallel_inside,
+    ),
+    Check(
+        "two tiers are there",
+        "it saves on what crosses between fast domains",
+        two_tiers_are_there,
+    ),
+    Check(
+        "pipeline is there",
+        "nothing would heed it",
+        pipeline_is_there,
+    ),
+    Check(
+        "one plan of stages",
+        "only one of them can be followed",
+        one_plan_of_stages,
+    ),
+    Check(
+        "schedule takes stages",
+        "the order of work is made for that number on each rank",
+        schedule_takes_stages,
+    ),
+    Check(
+        "stages have layers",
+        "each stage has a block or more, and each block a stage",
+        stages_have_layers,
+    ),
+    Check(
+        "micro-batches are whole",
+        "a stage computes equal micro-batches",
+        micro_batches_are_whole,
+    ),
+    Check(
+        "schedule takes micro-batches",
+        "its order of work is made for such numbers; GPipe's takes any",
+        schedule_takes_micro_batches,
+    ),
+    Check(
+        "order can be run",
+        "a file with an order tells each rank what to do when, to the end",
+        order_can_be_run,
+        on_disk=True,
     ),
     Check(
         "sequence within the rotary table",

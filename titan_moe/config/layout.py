@@ -32,10 +32,10 @@ class Layout:
     def __post_init__(self) -> None:
         for name, degree in {**self.dense, "ep": self.ep}.items():
             if degree < 1:
-                raise ValueError(f"parallelism: {name} is {degree}, must be 1 or more")
+                raise ValueError(f"{name} is {degree}, must be 1 or more")
         if self.dp_shard * self.cp * self.tp % self.ep:
             raise ValueError(
-                f"parallelism: dp_shard {self.dp_shard} × cp {self.cp} × tp {self.tp} = "
+                f"dp_shard {self.dp_shard} × cp {self.cp} × tp {self.tp} = "
                 f"{self.dp_shard * self.cp * self.tp} ranks cannot be folded into groups of "
                 f"ep {self.ep}; ep must divide them"
             )
@@ -47,29 +47,27 @@ class Layout:
         Raises:
             ValueError: the degrees do not multiply to the world; the message shows the arithmetic.
         """
-        others = {
-            "pp": section.pipeline_parallel_degree,
-            "dp_replicate": section.data_parallel_replicate_degree,
-            "cp": section.context_parallel_degree,
-            "tp": section.tensor_parallel_degree,
-        }
-        shard, taken = section.data_parallel_shard_degree, prod(others.values())
+        others, shard = _degrees_but_shard(section), section.data_parallel_shard_degree
         if shard == -1:
+            taken = prod(others.values())
             if world % taken:
-                factors = " × ".join(f"{name} {degree}" for name, degree in others.items())
                 raise ValueError(
-                    f"parallelism: {factors} = {taken} does not divide the world of {world} "
-                    f"processes"
+                    f"{_product(others)} does not divide the world of {world} processes"
                 )
             shard = world // taken
         layout = cls(dp_shard=shard, ep=section.expert_parallel_degree, **others)
         if layout.world != world:
-            factors = " × ".join(f"{name} {degree}" for name, degree in layout.dense.items())
             raise ValueError(
-                f"parallelism: {factors} = {layout.world}, but the world has {world} processes; "
+                f"{_product(layout.dense)}, but the world has {world} processes; "
                 f"data_parallel_shard_degree = -1 takes what the others leave"
             )
         return layout
+
+    @staticmethod
+    def world_of(section: Parallelism) -> int | None:
+        """Processes that the degrees need. None: they leave dp_shard to the world."""
+        shard = section.data_parallel_shard_degree
+        return None if shard == -1 else shard * prod(_degrees_but_shard(section).values())
 
     @property
     def dense(self) -> dict[str, int]:
@@ -110,3 +108,18 @@ class Layout:
     def dp_degree(self) -> int:
         """Ranks that read different rows of a batch."""
         return self.dp_replicate * self.dp_shard
+
+
+def _degrees_but_shard(section: Parallelism) -> dict[str, int]:
+    return {
+        "pp": section.pipeline_parallel_degree,
+        "dp_replicate": section.data_parallel_replicate_degree,
+        "cp": section.context_parallel_degree,
+        "tp": section.tensor_parallel_degree,
+    }
+
+
+def _product(degrees: dict[str, int]) -> str:
+    """`pp 2 × tp 4 = 8`"""
+    factors = " × ".join(f"{name} {degree}" for name, degree in degrees.items())
+    return f"{factors} = {prod(degrees.values())}"

@@ -70,3 +70,16 @@ class ModelConfig(Section):
     def attention_shape(self, layer: int) -> AttentionShape:
         """Attention of block `layer`. Each recipe states its own."""
         raise TypeError(f"{type(self).__name__} does not state its attention_shape")
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        """What tensor parallelism splits, by the key or product of keys: its degree divides each.
+
+        A recipe adds its own, e.g. num_kv_heads.
+        """
+        sizes = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
+        if self.num_dense_layers:
+            sizes["intermediate_size"] = self.intermediate_size
+        if self.num_shared_experts and self.num_dense_layers < self.num_layers:
+            width = self.moe_intermediate_size * self.num_shared_experts
+            sizes["moe_intermediate_size * num_shared_experts"] = width
+        return sizes

@@ -1,0 +1,142 @@
+"""Rows of the table of checks that concern pipelines: stages, layers, micro-batches."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.checks_parallel import data_parallel_degree
+from titan_moe.config.errors import Fault
+from titan_moe.config.schedules import SCHEDULES, micro_batches_fault, num_stages
+from titan_moe.config.sections import Parallelism, RunConfig
+
+Faults = Iterator[Fault]
+
+DEGREE = "parallelism.pipeline_parallel_degree"
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+CSV = "parallelism.pipeline_parallel_schedule_csv"
+MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
+PER_RANK = "parallelism.pipeline_parallel_stages_per_rank"
+LAYERS = "parallelism.pipeline_parallel_layers"
+LESS_LAYERS = (
+    "parallelism.pipeline_parallel_first_stage_less_layers",
+    "parallelism.pipeline_parallel_last_stage_less_layers",
+)
+
+
+def _given(section: Parallelism, *keys: str) -> Iterator[str]:
+    """Those that say other than their default: a resolved config names all keys."""
+    for key in keys:
+        name = key.removeprefix("parallelism.")
+        if getattr(section, name) != type(section).model_fields[name].default:
+            yield key
+
+
+def pipeline_is_there(config: RunConfig, world: int | None) -> Faults:
+    if config.parallelism.pipeline_parallel_degree == 1:
+        keys = (SCHEDULE, CSV, MICRO_BATCH, PER_RANK, LAYERS, *LESS_LAYERS)
+        for key in _given(config.parallelism, *keys):
+            yield Fault(key, f"{DEGREE} is 1; raise it, or leave this out")
+
+
+def one_plan_of_stages(config: RunConfig, world: int | None) -> Faults:
+    section = config.parallelism
+    if section.pipeline_parallel_degree == 1:
+        return
+    if section.pipeline_parallel_schedule_csv is not None:
+        for key in _given(section, SCHEDULE, PER_RANK):
+            yield Fault(key, f"{CSV} has one of its own; leave one of them out")
+    if section.pipeline_parallel_layers:
+        for key in _given(section, *LESS_LAYERS):
+            yield Fault(key, f"{LAYERS} tells each stage's blocks; leave one of them out")
+
+
+def schedule_takes_stages(config: RunConfig, world: int | None) -> Faults:
+    section = config.parallelism
+    name, stages = section.pipeline_parallel_schedule, section.pipeline_parallel_stages_per_rank
+    schedule = SCHEDULES[name]
+    if section.pipeline_parallel_degree == 1 or section.pipeline_parallel_schedule_csv is not None:
+        return
+    if schedule.fixed and stages not in (None, schedule.stages_per_rank):
+        yield Fault(PER_RANK, f"{name} has exactly {schedule.stages_per_rank}")
+
+
+def stages_have_layers(config: RunConfig, world: int | None) -> Faults:
+    if config.parallelism.pipeline_parallel_schedule_csv is not None:
+        return  # read on the machine that has it
+    try:
+        stages = num_stages(config.parallelism)
+    except ValueError:  # the schedule does not take them
+        return
+    yield from _layers_of(config, stages)
+
+
+def _layers_of(config: RunConfig, stages: int) -> Faults:
+    section, layers = config.parallelism, config.model.num_layers
+    ranks, counts = section.pipeline_parallel_degree, section.pipeline_parallel_layers
+    if ranks == 1:
+        return
+    if stages > layers:
+        product = f"{ranks} ranks with {stages / ranks:.4g} stages each have {stages}"
+        yield Fault(DEGREE, f"{product}, more than model.num_layers {layers}")
+    if counts and len(counts) != stages:
+        yield Fault(LAYERS, f"{len(counts)} numbers for {stages} stages")
+    elif counts and sum(counts) != layers:
+        total = " + ".join(map(str, counts))
+        yield Fault(LAYERS, f"{total} = {sum(counts)}, but model.num_layers is {layers}")
+
+
+def micro_batches_are_whole(config: RunConfig, world: int | None) -> Faults:
+    section, validation = config.parallelism, config.validation
+    if section.pipeline_parallel_degree == 1:
+        return
+    passes = [_rows(config, world)]
+    if validation.enable and validation.local_batch_size is not None:
+        shown = f"validation.local_batch_size {validation.local_batch_size}"
+        passes.append((validation.local_batch_size, shown))
+    for rows, shown in passes:
+        if rows and rows % section.pipeline_parallel_microbatch_size:
+            yield Fault(MICRO_BATCH, f"does not divide {shown}")
+
+
+def _rows(config: RunConfig, world: int | None) -> tuple[int | None, str]:
+    """Sequences that a rank computes between accumulations, if they are known, and in words."""
+    training, degree = config.training, data_parallel_degree(config, world)
+    if training.local_batch_size is not None:
+        return training.local_batch_size, f"training.local_batch_size {training.local_batch_size}"
+    if degree is None or training.global_batch_size % degree:
+        return None, ""
+    rows = training.rows_per_micro_batch(degree)
+    total = f"training.global_batch_size {training.global_batch_size}"
+    return rows, f"{total} / {degree} data-parallel ranks = {rows}"
+
+
+def schedule_takes_micro_batches(config: RunConfig, world: int | None) -> Faults:
+    if config.parallelism.pipeline_parallel_schedule_csv is None:
+        yield from _micro_batches_of(config, world, DEGREE)
+
+
+def _micro_batches_of(config: RunConfig, world: int | None, key: str) -> Faults:
+    section, (rows, shown) = config.parallelism, _rows(config, world)
+    size = section.pipeline_parallel_microbatch_size
+    if section.pipeline_parallel_degree == 1 or rows is None or rows % size:
+        return
+    try:
+        fault = micro_batches_fault(section, rows // size)
+    except ValueError:  # the schedule does not take its stages
+        return
+    if fault:
+        shown = f"({shown})" if "/" in shown else shown
+        yield Fault(key, f"{shown} / pipeline_parallel_microbatch_size {size}: {fault}")
+
+
+def order_can_be_run(config: RunConfig, world: int | None) -> Faults:
+    section = config.parallelism
+    if section.pipeline_parallel_degree == 1 or section.pipeline_parallel_schedule_csv is None:
+        return
+    try:
+        stages = num_stages(section)
+    except OSError as error:
+        yield Fault(CSV, f"it cannot be read: {error.strerror}")
+    except ValueError as error:
+        yield Fault(CSV, str(error))
+    else:
+        yield from _layers_of(config, stages)
+        yield from _micro_batches_of(config, world, CSV)
