@@ -18,6 +18,7 @@ from titan_moe.mesh import Meshes
 from titan_moe.parallel.balance import apply_sequence_balance
 from titan_moe.parallel.context import apply_context_parallel
 from titan_moe.parallel.engine import Engine
+from titan_moe.parallel.expert import apply_expert_parallel
 from titan_moe.parallel.fsdp import apply_fsdp
 from titan_moe.parallel.initialise import initialise, materialise
 from titan_moe.parallel.tensor import apply_tensor_parallel
@@ -44,6 +45,8 @@ def parallelize(
         fill_slots(part, config)
         if layout.tp > 1:
             apply_tensor_parallel(part, meshes, sharding, section)
+        if layout.ep > 1:
+            apply_expert_parallel(part, meshes, sharding, section)
         if layout.cp > 1:
             apply_context_parallel(part, meshes, sharding, section)
         if layout.cp * layout.tp > 1:

@@ -1,0 +1,83 @@
+"""Expert parallelism: each rank of an ep group holds some experts, whole, and tokens travel."""
+
+import logging
+
+from torch import nn
+
+from titan_moe.config.sections import Parallelism
+from titan_moe.layers.dispatcher import Dispatcher
+from titan_moe.layers.moe import MoE
+from titan_moe.mesh import Meshes
+from titan_moe.parallel.dispatch_flat import FlatDispatcher
+from titan_moe.parallel.dispatch_wire import Traffic, Wire
+from titan_moe.parallel.local import Splitter
+from titan_moe.recipe import Sharding
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = ("gate", "up", "down")  # of `Experts`, all [E, ...]
+
+
+def apply_expert_parallel(
+    model: nn.Module, meshes: Meshes, sharding: Sharding, section: Parallelism
+) -> None:
+    """Split the experts of every MoE layer, in place, on meta, and let its tokens travel.
+
+    Experts need no pattern in `sharding`. A stage of a pipeline may be without them.
+
+    Raises:
+        ValueError: experts that the ranks do not divide, or a model without any.
+    """
+    splitter = Splitter(meshes.expert)
+    moes = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    if not moes and meshes.layout.pp == 1:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {meshes.layout.ep}, but no layer of the model "
+            f"has experts"
+        )
+    for name, moe in moes.items():
+        _split(splitter, moe, name)
+        moe.dispatcher = _dispatcher(moe, meshes, section)
+    logger.info(
+        "expert parallel: %d layers, %d weights over %d ranks, %s",
+        len(moes),
+        len(moes) * len(WEIGHTS),
+        meshes.layout.ep,
+        section.expert_parallel_comm_backend,
+    )
+
+
+def traffic_of(parts: list[nn.Module]) -> Traffic:
+    """Bytes that this rank's dispatchers sent to other ranks since their counts were reset."""
+    total = Traffic()
+    for traffic in _traffic(parts):
+        total.inside += traffic.inside
+        total.across += traffic.across
+    return total
+
+
+def reset_traffic(parts: list[nn.Module]) -> None:
+    for traffic in _traffic(parts):
+        traffic.reset()
+
+
+def _traffic(parts: list[nn.Module]) -> list[Traffic]:
+    """Of the dispatchers that count; the local one sends nothing."""
+    dispatchers = [m.dispatcher for part in parts for m in part.modules() if isinstance(m, MoE)]
+    return [d.traffic for d in dispatchers if isinstance(d, FlatDispatcher)]
+
+
+def _split(splitter: Splitter, moe: MoE, name: str) -> None:
+    experts, ranks = moe.router.num_experts, splitter.mesh.size()
+    if experts % ranks:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {ranks} does not divide the {experts} experts "
+            f"of {name}: every rank holds as many as the others"
+        )
+    for weight in WEIGHTS:
+        splitter.split(moe.experts, weight, 0)
+
+
+def _dispatcher(moe: MoE, meshes: Meshes, section: Parallelism) -> Dispatcher:
+    wire = Wire(meshes.expert.get_group(), section.scale_up_size, Traffic())
+    return FlatDispatcher(wire, moe.router.num_experts, forced_balance=moe.force_balance)
