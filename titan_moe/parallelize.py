@@ -17,14 +17,16 @@ from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.balance import apply_sequence_balance
 from titan_moe.parallel.context import apply_context_parallel
-from titan_moe.parallel.engine import Engine
+from titan_moe.parallel.engine import Engine, Runner
 from titan_moe.parallel.expert import apply_expert_parallel
 from titan_moe.parallel.fsdp import apply_fsdp
 from titan_moe.parallel.initialise import initialise, materialise
+from titan_moe.parallel.pipeline import Pipeline
 from titan_moe.parallel.tensor import apply_tensor_parallel
 from titan_moe.parallel.whole import WholeModel
 from titan_moe.passes.recompute import apply_activation_checkpoint
 from titan_moe.recipe import Recipe
+from titan_moe.stages import Stage, stages_of_rank
 
 
 def parallelize(
@@ -40,7 +42,8 @@ def parallelize(
     poison: fill memory with NaN before it is initialised, for tests.
     """
     layout, section, sharding = meshes.layout, config.parallelism, recipe.load_sharding()
-    parts = [build_on_meta(config, recipe)]
+    stages = stages_of_rank(config, meshes.pipeline.get_local_rank())
+    parts = [build_on_meta(config, recipe, stage) for stage in stages]
     for part in parts:
         fill_slots(part, config)
         if layout.tp > 1:
@@ -56,11 +59,14 @@ def parallelize(
         materialise(part, device, poison=poison)
         initialise(part, config.debug.seed)
         part.train()
-    return Engine(parts, WholeModel(parts[0]), config, meshes, device)
+    runner: Runner = (
+        Pipeline(parts, stages, config, meshes, device) if layout.pp > 1 else WholeModel(parts[0])
+    )
+    return Engine(parts, runner, config, meshes, device)
 
 
-def build_on_meta(config: RunConfig, recipe: Recipe) -> nn.Module:
-    """The whole model, its weights in training.dtype, without memory for any of them."""
+def build_on_meta(config: RunConfig, recipe: Recipe, stage: Stage) -> nn.Module:
+    """That part of the model, its weights in training.dtype, without memory for any of them."""
     model_class = recipe.load_model_class()
     stored = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, config.training.dtype))
@@ -68,9 +74,9 @@ def build_on_meta(config: RunConfig, recipe: Recipe) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = model_class(
                 config.model,
-                layers=range(config.model.num_layers),
-                has_embedding=True,
-                has_head=True,
+                layers=stage.layers,
+                has_embedding=stage.has_embedding,
+                has_head=stage.has_head,
             )
     finally:
         torch.set_default_dtype(stored)

@@ -18,6 +18,7 @@ from titan_moe.mesh import Meshes
 from titan_moe.parallel.fsdp import apply_fsdp, fsdp_modules
 from titan_moe.parallelize import build_on_meta
 from titan_moe.recipe import FsdpUnit, Sharding
+from titan_moe.stages import split_stages
 
 UNITS = {
     "",
@@ -83,7 +84,8 @@ def names_and_types(case: Case) -> dict[str, str]:
 def test_names_and_types_stay_those_of_the_plain_model(pool: Pool) -> None:
     case = Case(shards=2, recompute="full")
     config = config_of(case, 0, dtype="bfloat16")
-    plain = build_on_meta(config, RECIPE).state_dict()
+    (stage,) = split_stages(config)
+    plain = build_on_meta(config, RECIPE, stage).state_dict()
     types = {name: str(tensor.dtype) for name, tensor in plain.items()}
     assert pool.run(2, names_and_types, case) == [types] * 2
     for name, dtype in types.items():
