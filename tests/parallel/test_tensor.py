@@ -47,6 +47,7 @@ def logits_and_gradients(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Logits, loss, and every whole gradient of loss and balance losses."""
     model, batch = build(cfg, tp, **section), tiny.batch()
+    batch["document_ids_BS"][0, -5:] = -1  # padding, which balance must not see
     hidden = model(batch["tokens_BS"], **batch)
     logits = model.head.logits(hidden)
     loss = model.head.loss(hidden, tiny.labels_of(batch["tokens_BS"]))
