@@ -15,6 +15,7 @@ from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config import ConfigError, RunConfig, load_config
 from titan_moe.config.command_line import config_and_overrides
 from titan_moe.config.layout import Layout
+from titan_moe.config.topology import topology_line
 from titan_moe.data import ValidationData, build_train_loader, build_validation, merge_states
 from titan_moe.flops import model_flops_per_token
 from titan_moe.mesh import Meshes
@@ -185,6 +186,8 @@ class Trainer:
             self.world.device.type,
             self.folder.path,
         )
+        if config.parallelism.scale_up_size is not None:
+            logger.info("%s", topology_line(self.meshes.layout, config.parallelism.scale_up_size))
         if config.job.print_config and self.world.rank == 0:
             logger.info("%s", self.folder.config_file.read_text(encoding="utf-8"))
 

@@ -132,6 +132,12 @@ REFUSED_LAYOUTS: dict[str, list[tuple[list[str], int | None, str]]] = {
             "4 data-parallel ranks * local_batch_size 4 = 16",
         ),
         (
+            [f"{REPLICATE}2", f"{SHARD}2", f"{CP}2", "--training.global_batch_size=12"],
+            None,
+            "command line: training.global_batch_size = 12: not a multiple of "
+            "4 data-parallel ranks * local_batch_size 2 = 8",
+        ),
+        (
             ["--training.global_batch_size=9"],
             None,
             "command line: training.global_batch_size = 9: not a multiple of "
@@ -143,7 +149,17 @@ REFUSED_LAYOUTS: dict[str, list[tuple[list[str], int | None, str]]] = {
             ["--data.num_streams=6"],
             4,
             "command line: data.num_streams = 6: not a multiple of 4 data-parallel ranks",
-        )
+        ),
+        (
+            ["--data.num_streams=6", f"{TP}2"],
+            8,
+            "command line: data.num_streams = 6: not a multiple of 4 data-parallel ranks",
+        ),
+        (
+            ["--data.num_streams=6", f"{REPLICATE}2", f"{SHARD}2"],
+            None,
+            "command line: data.num_streams = 6: not a multiple of 4 data-parallel ranks",
+        ),
     ],
     "workers share streams": [
         (

@@ -18,8 +18,6 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
             ("microbatch_size", "2", "2"),
             ("stages_per_rank", "1", "1"),
             ("layers", "[1, 1]", "[1, 1]"),
-            ("first_stage_less_layers", "0.5", "0.5"),
-            ("last_stage_less_layers", "0.5", "0.5"),
         )
     ],
     "one plan of stages": [
@@ -100,15 +98,13 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
         (
             [f"{PP}2", f"{KEY}microbatch_size=2"],
             2,
-            f"{TOLD}degree = 2: training.local_batch_size 2 / "
-            "pipeline_parallel_microbatch_size 2: "
+            f"{TOLD}degree = 2: training.local_batch_size 2 in micro-batches of 2: "
             "1F1B needs a micro-batch per stage, but has 1 for 2 stages",
         ),
         (
             [f"{PP}2", f"{KEY}schedule=DualPipeV", "--model.num_layers=4"],
             2,
-            f"{TOLD}degree = 2: training.local_batch_size 2 / "
-            "pipeline_parallel_microbatch_size 1: "
+            f"{TOLD}degree = 2: training.local_batch_size 2 in micro-batches of 1: "
             "DualPipeV needs a micro-batch per stage, but has 2 for 4 stages",
         ),
         *(
@@ -121,8 +117,8 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
                     "--training.global_batch_size=10",
                 ],
                 None,
-                f"{TOLD}degree = 2: training.local_batch_size 5 / "
-                f"pipeline_parallel_microbatch_size 1: {name} goes in 5 // 2 ranks = 2 rounds, "
+                f"{TOLD}degree = 2: training.local_batch_size 5 in micro-batches of 1: "
+                f"{name} goes in 5 // 2 ranks = 2 rounds, "
                 "which do not divide the 5 micro-batches; a multiple of 2 does",
             )
             for name in ("Interleaved1F1B", "InterleavedZeroBubble")
@@ -148,9 +144,8 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
         (
             [f"{PP}2", "--training.local_batch_size=4", f"{KEY}schedule_csv=order.csv"],
             None,
-            f'{TOLD}schedule_csv = "order.csv": training.local_batch_size 4 / '
-            "pipeline_parallel_microbatch_size 1: order.csv is an order for 2 micro-batches, "
-            "not for 4",
+            f'{TOLD}schedule_csv = "order.csv": training.local_batch_size 4 in '
+            "micro-batches of 1: order.csv is an order for 2 micro-batches, not for 4",
         ),
     ],
 }

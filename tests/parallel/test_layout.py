@@ -1,7 +1,5 @@
-"""Layouts: the arithmetic of the two views, and meshes that show it on real ranks."""
+"""Meshes: both views of a layout, on real ranks."""
 
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
@@ -9,72 +7,7 @@ from torch import distributed as dist
 
 from tests.pool import Pool
 from titan_moe.config.layout import Layout
-from titan_moe.config.sections import Parallelism
 from titan_moe.mesh import Meshes
-
-
-def section(replicate: int, shard: int) -> Parallelism:
-    return Parallelism(data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard)
-
-
-def test_views_multiply_to_one_world() -> None:
-    layout = Layout(pp=2, dp_replicate=3, dp_shard=2, cp=2, tp=4, ep=8)
-    assert layout.dense == {"pp": 2, "dp_replicate": 3, "dp_shard": 2, "cp": 2, "tp": 4}
-    assert layout.sparse == {"pp": 2, "dp_replicate": 3, "efsdp": 2, "ep": 8}
-    assert layout.world == 96
-    assert layout.dp_degree == 6
-
-
-@pytest.mark.parametrize(
-    ("replicate", "shard", "world", "expected"),
-    [
-        (1, -1, 1, (1, 1)),
-        (1, -1, 4, (1, 4)),
-        (2, -1, 4, (2, 2)),
-        (4, -1, 4, (4, 1)),
-        (2, 2, 4, (2, 2)),
-    ],
-)
-def test_degrees_from_the_section(
-    replicate: int, shard: int, world: int, expected: tuple[int, int]
-) -> None:
-    layout = Layout.of(section(replicate, shard), world)
-    assert (layout.dp_replicate, layout.dp_shard) == expected
-    assert layout.world == world
-
-
-@pytest.mark.parametrize(
-    ("replicate", "shard", "world", "message"),
-    [
-        (3, -1, 4, r"dp_replicate 3 × cp 1 × tp 1 = 3 does not divide the world of 4 processes"),
-        (2, 4, 4, r"pp 1 × dp_replicate 2 × dp_shard 4 × cp 1 × tp 1 = 8, but the world has 4"),
-        (1, 2, 4, r"dp_shard 2 .* = 2, but the world has 4"),
-    ],
-)
-def test_impossible_degrees_show_their_arithmetic(
-    replicate: int, shard: int, world: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        Layout.of(section(replicate, shard), world)
-
-
-def test_degrees_below_one_and_experts_that_do_not_fold() -> None:
-    with pytest.raises(ValueError, match=r"dp_shard is 0, must be 1 or more"):
-        Layout(dp_shard=0)
-    with pytest.raises(ValueError, match=r"ep is -1"):
-        Layout(ep=-1)
-    with pytest.raises(ValueError, match=r"dp_shard 2 × cp 1 × tp 2 = 4 ranks .* ep 3"):
-        Layout(dp_shard=2, tp=2, ep=3)
-
-
-def test_a_layout_needs_no_torch() -> None:
-    code = (
-        "import sys; from titan_moe.config.layout import Layout; import titan_moe.mesh;"
-        "import titan_moe.optim.schedule;"
-        "from titan_moe.config.sections import Parallelism; Layout.of(Parallelism(), 8);"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def where(layout: Layout) -> dict[str, object]:

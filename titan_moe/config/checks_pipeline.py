@@ -31,8 +31,7 @@ def _given(section: Parallelism, *keys: str) -> Iterator[str]:
 
 def pipeline_is_there(config: RunConfig, world: int | None) -> Faults:
     if config.parallelism.pipeline_parallel_degree == 1:
-        keys = (SCHEDULE, CSV, MICRO_BATCH, PER_RANK, LAYERS, *LESS_LAYERS)
-        for key in _given(config.parallelism, *keys):
+        for key in _given(config.parallelism, SCHEDULE, CSV, MICRO_BATCH, PER_RANK, LAYERS):
             yield Fault(key, f"{DEGREE} is 1; raise it, or leave this out")
 
 
@@ -123,8 +122,7 @@ def _micro_batches_of(config: RunConfig, world: int | None, key: str) -> Faults:
     except ValueError:  # the schedule does not take its stages
         return
     if fault:
-        shown = f"({shown})" if "/" in shown else shown
-        yield Fault(key, f"{shown} / pipeline_parallel_microbatch_size {size}: {fault}")
+        yield Fault(key, f"{shown} in micro-batches of {size}: {fault}")
 
 
 def order_can_be_run(config: RunConfig, world: int | None) -> Faults:
