@@ -24,6 +24,7 @@ from titan_moe.parallel.initialise import initialise, materialise
 from titan_moe.parallel.pipeline import Pipeline
 from titan_moe.parallel.tensor import apply_tensor_parallel
 from titan_moe.parallel.whole import WholeModel
+from titan_moe.passes.expert_chunks import apply_expert_chunks
 from titan_moe.passes.recompute import apply_activation_checkpoint
 from titan_moe.recipe import Recipe
 from titan_moe.stages import Stage, stages_of_rank
@@ -50,6 +51,8 @@ def parallelize(
             apply_tensor_parallel(part, meshes, sharding, section)
         if layout.ep > 1:
             apply_expert_parallel(part, meshes, sharding, section)
+        if section.max_expert_tokens:
+            apply_expert_chunks(part, section)
         if layout.cp > 1:
             apply_context_parallel(part, meshes, sharding, section)
         if layout.cp * layout.tp > 1:

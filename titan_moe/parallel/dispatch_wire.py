@@ -6,7 +6,7 @@ R rows, of any further shape.
 import itertools
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,6 +27,13 @@ class Traffic:
 
     def reset(self) -> None:
         self.inside = self.across = 0
+
+
+@runtime_checkable
+class CountsBytes(Protocol):
+    """A dispatcher with this attribute has its bytes reported."""
+
+    traffic: Traffic
 
 
 class Wire:

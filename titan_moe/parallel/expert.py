@@ -9,7 +9,8 @@ from titan_moe.layers.dispatcher import Dispatcher
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.dispatch_flat import FlatDispatcher
-from titan_moe.parallel.dispatch_wire import Traffic, Wire
+from titan_moe.parallel.dispatch_two_tier import TwoTierDispatcher, tiers
+from titan_moe.parallel.dispatch_wire import CountsBytes, Traffic, Wire
 from titan_moe.parallel.local import Splitter
 from titan_moe.recipe import Sharding
 
@@ -26,7 +27,8 @@ def apply_expert_parallel(
     Experts need no pattern in `sharding`. A stage of a pipeline may be without them.
 
     Raises:
-        ValueError: experts that the ranks do not divide, or a model without any.
+        ValueError: experts that the ranks do not divide, or a model without any; ranks of a group
+            that domains do not divide, where the backend has two tiers.
     """
     splitter = Splitter(meshes.expert)
     moes = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
@@ -64,7 +66,7 @@ def reset_traffic(parts: list[nn.Module]) -> None:
 def _traffic(parts: list[nn.Module]) -> list[Traffic]:
     """Of the dispatchers that count; the local one sends nothing."""
     dispatchers = [m.dispatcher for part in parts for m in part.modules() if isinstance(m, MoE)]
-    return [d.traffic for d in dispatchers if isinstance(d, FlatDispatcher)]
+    return [d.traffic for d in dispatchers if isinstance(d, CountsBytes)]
 
 
 def _split(splitter: Splitter, moe: MoE, name: str) -> None:
@@ -79,5 +81,14 @@ def _split(splitter: Splitter, moe: MoE, name: str) -> None:
 
 
 def _dispatcher(moe: MoE, meshes: Meshes, section: Parallelism) -> Dispatcher:
-    wire = Wire(meshes.expert.get_group(), section.scale_up_size, Traffic())
-    return FlatDispatcher(wire, moe.router.num_experts, forced_balance=moe.force_balance)
+    group, domain, traffic = meshes.expert.get_group(), section.scale_up_size, Traffic()
+    experts, forced_balance = moe.router.num_experts, moe.force_balance
+    if section.expert_parallel_comm_backend == "flat":
+        return FlatDispatcher(Wire(group, domain, traffic), experts, forced_balance=forced_balance)
+    if domain is None or meshes.layout.ep % domain:
+        raise ValueError(
+            f'parallelism.expert_parallel_comm_backend = "two_tier": scale_up_size is {domain}, '
+            f"must divide expert_parallel_degree {meshes.layout.ep}"
+        )
+    across, inside = (Wire(tier, domain, traffic) for tier in tiers(group, domain))
+    return TwoTierDispatcher(across, inside, experts, forced_balance=forced_balance)
