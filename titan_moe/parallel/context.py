@@ -8,8 +8,7 @@ B batch, S tokens of this rank, T tokens of the whole row.
 """
 
 import logging
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 LoadBalancer = Literal["headtail", "none"]
 
 
-@cache
 def row_order(tokens: int, ranks: int, balancer: LoadBalancer) -> Tensor:
     """[ranks, tokens / ranks]: the places in the row of each rank's tokens."""
     chunks = 2 * ranks if balancer == "headtail" else ranks
@@ -39,6 +37,14 @@ def row_order(tokens: int, ranks: int, balancer: LoadBalancer) -> Tensor:
 
 
 @dataclass(frozen=True)
+class RowOrder:
+    """places_RS: the places in the row of each rank's tokens. inverse_T: from place to rank's."""
+
+    places_RS: Tensor
+    inverse_T: Tensor
+
+
+@dataclass(frozen=True)
 class SequenceSlices:
     """Which tokens of a row this rank of a cp group has."""
 
@@ -46,6 +52,8 @@ class SequenceSlices:
     rank: int
     ranks: int
     balancer: LoadBalancer
+    # By length and device, so that no layer copies it to the device again.
+    _orders: dict[tuple[int, torch.device], RowOrder] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, meshes: Meshes, section: Parallelism) -> "SequenceSlices":
@@ -62,12 +70,16 @@ class SequenceSlices:
         if self.ranks == 1:
             return batch
         tokens = batch["tokens"].shape[1]
-        places_S = self.places(tokens, batch["tokens"].device)[self.rank]
+        places_S = self.order(tokens, batch["tokens"].device).places_RS[self.rank]
         return {key: value.index_select(1, places_S) for key, value in batch.items()}
 
-    def places(self, tokens: int, device: torch.device) -> Tensor:
-        """[ranks, S]"""
-        return row_order(tokens, self.ranks, self.balancer).to(device)
+    def order(self, tokens: int, device: torch.device) -> RowOrder:
+        """Of rows of so many tokens."""
+        if (tokens, device) not in self._orders:
+            places_RS = row_order(tokens, self.ranks, self.balancer)
+            inverse_T = places_RS.flatten().argsort()
+            self._orders[tokens, device] = RowOrder(places_RS.to(device), inverse_T.to(device))
+        return self._orders[tokens, device]
 
     def gather(self, x_BS: Tensor) -> Tensor:
         """Differentiable: [B, S, ...] -> [B, T, ...] in the row's order; gradients are summed."""
@@ -78,15 +90,14 @@ class SequenceSlices:
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BS: Tensor, slices: SequenceSlices) -> Tensor:
-        places = slices.places(x_BS.shape[1] * slices.ranks, x_BS.device).flatten()
-        ctx.slices = slices
-        ctx.save_for_backward(places)
-        return gather_slices(x_BS, 1, slices.group).index_select(1, places.argsort())
+        order = slices.order(x_BS.shape[1] * slices.ranks, x_BS.device)
+        ctx.slices, ctx.order = slices, order
+        return gather_slices(x_BS, 1, slices.group).index_select(1, order.inverse_T)
 
     @staticmethod
     def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return sum_slices(grad_BT.index_select(1, places), 1, ctx.slices.group), None
+        by_rank_BT = grad_BT.index_select(1, ctx.order.places_RS.flatten())
+        return sum_slices(by_rank_BT, 1, ctx.slices.group), None
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,7 @@ class SliceMask:
         slices = self.slices
         tokens = document_ids_BS.shape[1] * slices.ranks
         order_T = torch.arange(tokens, device=document_ids_BS.device)
-        order_S = slices.places(tokens, document_ids_BS.device)[slices.rank]
+        order_S = slices.order(tokens, document_ids_BS.device).places_RS[slices.rank]
         if not self.documents:
             document_ids_BS = torch.zeros_like(document_ids_BS)
             documents_BT = document_ids_BS.new_zeros(len(document_ids_BS), tokens)

@@ -92,7 +92,7 @@ class Engine:
         self._layers = {name: index for index, name in enumerate(sorted(names, key=_natural))}
 
     def forward_backward(self, batch: Batch) -> StepOutput:
-        """Add the gradients of one step to `.grad`. The batch is this rank's share of all its rows.
+        """Put the gradients of one step into `.grad`. The batch is this rank's rows of the step.
 
         The loss of each micro-batch is its sum over tokens divided by the valid tokens of the whole
         step, so gradients are summed over micro-batches and ranks, and averaged over neither.
@@ -101,6 +101,7 @@ class Engine:
         Raises:
             ValueError: rows that are no multiple of local_batch_size; a step without a valid token.
         """
+        assert all(p.grad is None for p in self.parameters()), "an earlier step's gradients"
         rows = len(batch["tokens"])
         if rows == 0 or rows % self._rows:
             raise ValueError(
