@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -142,3 +143,50 @@ def test_an_unknown_optimizer_is_refused(tmp_path: Path) -> None:
     run = Checkpointer(tmp_path, Checkpoint(), [model], torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(ValueError, match="do not know the state of SGD"):
         run.save(1, {})
+
+
+class Tied(nn.Module):
+    """An end of a model: its embedding's weight, which the output shares where there is one."""
+
+    def __init__(self, seed: int, has_head: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(5, 3)
+        if has_head:
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embedding.weight
+
+
+def both_ends(folder: Path, seed: int) -> tuple[list[Tied], torch.optim.Optimizer, Checkpointer]:
+    """First and last stage on one rank: two parameters, equal in value, of one name."""
+    ends = [Tied(seed, has_head=False), Tied(seed, has_head=True)]
+    optimizer = torch.optim.AdamW([end.embedding.weight for end in ends], lr=0.1)
+    for end in ends:
+        end.embedding.weight.grad = torch.full((5, 3), float(seed))
+    optimizer.step()
+    return ends, optimizer, Checkpointer(folder, Checkpoint(), list(ends), optimizer)
+
+
+def test_a_weight_that_two_parts_hold_is_saved_once_and_loaded_into_both(tmp_path: Path) -> None:
+    ends, optimizer, checkpointer = both_ends(tmp_path, seed=1)
+    checkpointer.save(1, {})
+    stored = FileSystemReader(tmp_path / "step-1").read_metadata().state_dict_metadata
+    entries = ("exp_avg", "exp_avg_sq", "step")
+    assert set(stored) == {
+        "model.embedding.weight",
+        *(f"optimizer.{entry}.embedding.weight" for entry in entries),
+    }
+
+    others, other_optimizer, other_checkpointer = both_ends(tmp_path, seed=2)
+    assert not torch.equal(others[0].embedding.weight, ends[0].embedding.weight)
+    assert other_checkpointer.load()
+    for end in others:
+        assert torch.equal(end.embedding.weight, ends[0].embedding.weight)
+        for entry in entries:
+            wanted = optimizer.state[ends[0].embedding.weight][entry]
+            assert torch.equal(other_optimizer.state[end.embedding.weight][entry], wanted), entry
+
+    weights_only, _, loader = both_ends(tmp_path / "new", seed=3)
+    loader.load_weights(tmp_path / "step-1")
+    for end in weights_only:
+        assert torch.equal(end.embedding.weight, ends[0].embedding.weight)

@@ -48,12 +48,29 @@ def test_groups_and_names() -> None:
     assert others["weight_decay"] == 0.0
 
 
-def test_parts_share_one_optimizer_but_no_names() -> None:
-    first, second = nn.ModuleDict({"0": Part()}), nn.ModuleDict({"1": Part()})
-    optimizer = build_optimizer([first, second], section("fused"))
+def test_parts_share_one_optimizer() -> None:
+    parts = [nn.ModuleDict({name: Part()}) for name in "01"]
+    optimizer = build_optimizer(parts, section("fused"))
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 6
-    with pytest.raises(ValueError, match=r"parameter named 0\.experts"):
-        build_optimizer([first, nn.ModuleDict({"0": Part()})], section("fused"))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_a_weight_that_two_parts_hold_stays_one(implementation: Implementation) -> None:
+    """Both copies move, by the same bits, and as one alone would."""
+    first, second, alone = Part(), Part(), Part()
+    both = build_optimizer([first, second], section(implementation))
+    single = build_optimizer([alone], section(implementation))
+    before = alone.experts.detach().clone()
+    for step in range(3):
+        for part in (first, second, alone):
+            for parameter, gradient in zip(part.parameters(), gradients(part, step), strict=True):
+                parameter.grad = gradient
+        both.step()
+        single.step()
+    assert not torch.equal(alone.experts, before)
+    for copy in (first, second):
+        for name, parameter in alone.named_parameters():
+            assert torch.equal(copy.get_parameter(name), parameter), name
 
 
 def sharded_steps(implementation: Implementation) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from titan_moe.checkpoint import folder as disk
 from titan_moe.checkpoint.compare import Differences, Signature
-from titan_moe.checkpoint.state import MODEL, model_tensors, optimizer_tensors
+from titan_moe.checkpoint.state import MODEL, fill_copies, model_tensors, optimizer_tensors
 from titan_moe.config.sections import Checkpoint
 from titan_moe.world import gather, on_first_rank
 
@@ -106,6 +106,7 @@ class Checkpointer:
             return None
         path, train_state = chosen
         self._read(path, self._tensors(), model_only=False)
+        fill_copies(self.parts, self.optimizer)
         self._last_step = train_state["step"]
         return dict(train_state)
 
@@ -122,6 +123,7 @@ class Checkpointer:
         path = Path(path)
         on_first_rank(lambda: disk.check_committed(path), self._group)
         self._read(path, model_tensors(self.parts), model_only=True)
+        fill_copies(self.parts, None)
         logger.info("weights loaded from %s", path)
 
     def finish(self) -> None:

@@ -5,10 +5,11 @@
 
 Names are those of the plain model: wrappers (activation checkpointing, torch.compile) leave no
 trace. The tensors are the live ones, so that saving reads and loading writes them in place;
-DTensors stay DTensors, which is what lets any layout load what another saved.
+DTensors stay DTensors, which is what lets any layout load what another saved. Of a weight that two
+parts hold, as tied embeddings in a V-shaped pipeline, the first part's is in the table.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,7 @@ def plain_name(name: str) -> str:
 
 def model_tensors(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers of all parts on this rank, by `model.<name>`."""
-    tensors: dict[str, Tensor] = {}
-    for part in parts:
-        for name, tensor in part.state_dict(keep_vars=True).items():
-            key = MODEL + plain_name(name)
-            assert isinstance(tensor, Tensor), f"{name} is not a tensor"
-            assert key not in tensors, f"two parts of the model hold {key}"
-            tensors[key] = tensor
-    return tensors
+    return _first_of_each(_model_entries(parts))
 
 
 def optimizer_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
@@ -47,10 +41,47 @@ def optimizer_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[
     Raises:
         ValueError: the optimizer is of a class whose state is not known here.
     """
+    return _first_of_each(_optimizer_entries(parts, optimizer))
+
+
+@torch.no_grad()
+def fill_copies(parts: list[nn.Module], optimizer: Optimizer | None) -> None:
+    """After loading: what several parts hold gets the values of what is in the table.
+
+    optimizer: None where weights alone were loaded.
+    """
+    entries = [*_model_entries(parts)]
+    if optimizer is not None:
+        entries += _optimizer_entries(parts, optimizer)
+    loaded = _first_of_each(entries)
+    for key, tensor in entries:
+        if tensor is not loaded[key]:
+            tensor.copy_(loaded[key])
+
+
+def _first_of_each(entries: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in entries:
+        tensors.setdefault(key, tensor)
+    return tensors
+
+
+def _model_entries(parts: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for part in parts:
+        seen: set[int] = set()  # a weight that modules of one part share has one name
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            assert isinstance(tensor, Tensor), f"{name} is not a tensor"
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield MODEL + plain_name(name), tensor
+
+
+def _optimizer_entries(
+    parts: Iterable[nn.Module], optimizer: Optimizer
+) -> Iterator[tuple[str, Tensor]]:
     names = {
         parameter: plain_name(name) for part in parts for name, parameter in part.named_parameters()
     }
-    tensors: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             assert parameter in names, "the optimizer holds a parameter that is not the model's"
@@ -58,8 +89,7 @@ def optimizer_tensors(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[
             if not state:
                 state.update(_fresh_state(optimizer, parameter, group))
             for entry, value in state.items():
-                tensors[f"{OPTIMIZER}{entry}.{names[parameter]}"] = value
-    return tensors
+                yield f"{OPTIMIZER}{entry}.{names[parameter]}", value
 
 
 def _fresh_state(

@@ -15,20 +15,14 @@ def build_optimizer(parts: Iterable["nn.Module"], section: Optimizer) -> "AdamW"
 
     Matrices, stacked expert weights, embedding and output decay; norms and biases do not. The
     selection bias is a buffer, so no optimizer sees it. Each group lists its names under
-    "param_names", in the order of "params", so that state can be kept by parameter name.
-
-    Raises:
-        ValueError: two parts hold different parameters of one name.
+    "param_names", in the order of "params", so that state can be kept by parameter name. A weight
+    that two parts hold is there twice: with equal gradients, the copies stay equal.
     """
     from torch.optim import AdamW  # here, so that the schedule next door stays free of torch
 
-    named: dict[str, nn.Parameter] = {}
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            if named.setdefault(name, parameter) is not parameter:
-                raise ValueError(f"two parts of the model hold a parameter named {name}")
-    decayed = [(name, p) for name, p in named.items() if p.ndim >= 2]
-    others = [(name, p) for name, p in named.items() if p.ndim < 2]
+    named = [entry for part in parts for entry in part.named_parameters()]
+    decayed = [(name, p) for name, p in named if p.ndim >= 2]
+    others = [(name, p) for name, p in named if p.ndim < 2]
     groups = [
         {"params": members, "weight_decay": weight_decay}
         for members, weight_decay in ((decayed, section.weight_decay), (others, 0.0))
