@@ -57,11 +57,19 @@ REFUSED_LAYOUTS: dict[str, list[tuple[list[str], int | None, str]]] = {
             4,
             f"{TOLD}expert_parallel_degree = 4: does not divide model.num_experts 6",
         ),
+    ],
+    "experts are there": [
         (
             [f"{EP}2", "--model.num_dense_layers=2"],
             None,
-            f"{TOLD}expert_parallel_degree = 2: model.num_layers 2 - num_dense_layers 2 = "
-            "0 layers have experts",
+            f"{TOLD}expert_parallel_degree = 2: model.num_layers 2 - num_dense_layers 2 = 0 "
+            "layers have experts",
+        ),
+        (
+            ["--parallelism.max_expert_tokens=8", "--model.num_dense_layers=2"],
+            None,
+            f"{TOLD}max_expert_tokens = 8: model.num_layers 2 - num_dense_layers 2 = 0 "
+            "layers have experts",
         ),
     ],
     "widths divide": [

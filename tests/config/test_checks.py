@@ -14,7 +14,7 @@ from titan_moe.config.checks_disk import ids_in
 
 
 def files(start: Path) -> None:
-    """What the overrides name: a run whose logs are a file, tokenizers, and a pipeline's order."""
+    """What the overrides name: a run whose logs are a file, tokenizers, orders of pipelines."""
     (start / "blocked" / "tiny").mkdir(parents=True)
     (start / "blocked" / "tiny" / "logs").touch()
     added = [{"id": 4, "content": "<s>"}]
@@ -25,6 +25,7 @@ def files(start: Path) -> None:
     }.items():
         (start / f"{name}.json").write_text(json.dumps(tokens))
     (start / "order.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    (start / "wide.csv").write_text("0" * 200_000)
 
 
 @pytest.mark.parametrize(

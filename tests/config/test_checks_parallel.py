@@ -76,6 +76,7 @@ def test_the_default_takes_any_layout_of_up_to_eight_processes(
         ([f"{EP}4", f"{DOMAIN}2", TWO_TIER], 4),
         ([f"{EP}4", f"{DOMAIN}1", TWO_TIER], 4),
         ([f"{EP}2", "--model.num_dense_layers=1"], 2),
+        (["--model.num_dense_layers=2"], 2),
         ([f"{PP}2"], 2),
         ([f"{PP}2", f"{SHARD}2", f"{EP}2"], 4),
         ([f"{PP}2", f"{KEY}layers=[1, 1]"], 2),
@@ -106,7 +107,29 @@ def test_rows_of_a_step_are_those_of_a_rank(message: Message) -> None:
         "1F1B needs a micro-batch per stage, but has 4 for 8 stages ("
     )
     load_config("tiny.toml", deep, world=8)
-    load_config("tiny.toml", deep)  # nobody knows yet how many rows a rank has
+    rounds = (
+        "--model.num_layers=6",
+        "--training.global_batch_size=16",
+        f"{PP}3",
+        f"{KEY}schedule=Interleaved1F1B",
+    )
+    assert "goes in 16 // 3 ranks = 5 rounds" in message(whole, "", *rounds, world=3)
+    load_config("tiny.toml", rounds, world=6)  # 8 rows go in 2
+    load_config("tiny.toml", rounds)  # nobody knows yet how many rows a rank has
+
+
+def test_a_misfit_is_told_once(message: Message) -> None:
+    told = message(
+        "local_batch_size = 2\n", "", "--training.global_batch_size=6", f"{PP}2", world=8
+    )
+    assert "6: not a multiple of 4 data-parallel ranks (" in told
+    told += message("", "", f"{CP}2", "--training.attention_backend=sdpa")
+    assert "cannot go with training.document_mask = true" in told
+    told += message("", "", f"{EP}3", f"{REPLICATE}3", "--model.num_experts=9", world=4)
+    assert "dp_replicate 3 × cp 1 × tp 1 = 3 does not divide the world" in told
+    told += message("", "", f"{PP}2", f"{KEY}schedule=ZBVZeroBubble", f"{KEY}stages_per_rank=3")
+    assert "ZBVZeroBubble has exactly 2" in told
+    assert "\n" not in told
 
 
 def test_an_order_is_read_only_where_the_run_starts(start: Path) -> None:

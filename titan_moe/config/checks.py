@@ -28,6 +28,7 @@ from titan_moe.config.checks_disk import (
 from titan_moe.config.checks_parallel import (
     batch_divides,
     degrees_fill_world,
+    experts_are_there,
     experts_divide,
     experts_fold,
     ranks_share_streams,
@@ -182,6 +183,11 @@ CHECKS = (
         "experts divide",
         "each expert-parallel rank holds the same number of whole experts",
         experts_divide,
+    ),
+    Check(
+        "experts are there",
+        "it would do nothing",
+        experts_are_there,
     ),
     Check(
         "widths divide",

@@ -64,12 +64,20 @@ def experts_fold(config: RunConfig, world: int | None) -> Faults:
 
 
 def experts_divide(config: RunConfig, world: int | None) -> Faults:
-    model, degree = config.model, config.parallelism.expert_parallel_degree
-    if model.num_experts % degree:
-        yield Fault(EXPERT, f"does not divide model.num_experts {model.num_experts}")
-    elif degree > 1 and model.num_dense_layers == model.num_layers:
-        layers = f"model.num_layers {model.num_layers} - num_dense_layers {model.num_dense_layers}"
-        yield Fault(EXPERT, f"{layers} = 0 layers have experts")
+    experts = config.model.num_experts
+    if experts % config.parallelism.expert_parallel_degree:
+        yield Fault(EXPERT, f"does not divide model.num_experts {experts}")
+
+
+def experts_are_there(config: RunConfig, world: int | None) -> Faults:
+    model, section = config.model, config.parallelism
+    if model.num_dense_layers < model.num_layers:
+        return
+    layers = f"model.num_layers {model.num_layers} - num_dense_layers {model.num_dense_layers} = 0"
+    if section.expert_parallel_degree > 1:
+        yield Fault(EXPERT, f"{layers} layers have experts")
+    if section.max_expert_tokens is not None:
+        yield Fault("parallelism.max_expert_tokens", f"{layers} layers have experts")
 
 
 def widths_divide(config: RunConfig, world: int | None) -> Faults:

@@ -1,5 +1,6 @@
 """Rows of the table of checks that concern pipelines: stages, layers, micro-batches."""
 
+import csv
 from collections.abc import Iterator
 
 from titan_moe.config.checks_parallel import data_parallel_degree
@@ -83,16 +84,11 @@ def _layers_of(config: RunConfig, stages: int) -> Faults:
 
 
 def micro_batches_are_whole(config: RunConfig, world: int | None) -> Faults:
-    section, validation = config.parallelism, config.validation
-    if section.pipeline_parallel_degree == 1:
+    section, (rows, shown) = config.parallelism, _rows(config, world)
+    if section.pipeline_parallel_degree == 1 or rows is None:
         return
-    passes = [_rows(config, world)]
-    if validation.enable and validation.local_batch_size is not None:
-        shown = f"validation.local_batch_size {validation.local_batch_size}"
-        passes.append((validation.local_batch_size, shown))
-    for rows, shown in passes:
-        if rows and rows % section.pipeline_parallel_microbatch_size:
-            yield Fault(MICRO_BATCH, f"does not divide {shown}")
+    if rows % section.pipeline_parallel_microbatch_size:
+        yield Fault(MICRO_BATCH, f"does not divide {shown}")
 
 
 def _rows(config: RunConfig, world: int | None) -> tuple[int | None, str]:
@@ -133,7 +129,7 @@ def order_can_be_run(config: RunConfig, world: int | None) -> Faults:
         stages = num_stages(section)
     except OSError as error:
         yield Fault(CSV, f"it cannot be read: {error.strerror}")
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         yield Fault(CSV, str(error))
     else:
         yield from _layers_of(config, stages)
