@@ -10,6 +10,6 @@ from tests.pool import Pool
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Gloo processes for cases that need more than one rank; started when first used."""
-    pool = Pool()
+    pool = Pool(size=8)
     yield pool
     pool.close()

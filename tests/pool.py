@@ -144,6 +144,7 @@ def _work(connection: Connection) -> None:
 
 def _answer(rank: int, order: bytes) -> bytes:
     from torch import distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     try:
         case, args, kwargs, store, world, timeout_seconds = pickle.loads(order)
@@ -158,6 +159,8 @@ def _answer(rank: int, order: bytes) -> bytes:
             return pickle.dumps(Answer(result=case(*args, **kwargs)))
         finally:
             gc.collect()
+            # DTensor remembers results of its rules, and in them meshes whose groups end here.
+            _clear_sharding_prop_cache()
             dist.destroy_process_group()
     except Exception as error:
         trace = f"on rank {rank}:\n{traceback.format_exc()}"

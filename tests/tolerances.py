@@ -1,8 +1,14 @@
 """Every tolerance that several tests share, each with its reason."""
 
-# Layouts, fp32, AdamW eps 1e-5. Only the order of sums differs: 6e-7 of a gradient at first,
-# which 20 steps of a tiny model amplify some ten times in its loss and norm.
+# Layouts, three steps in fp32, AdamW eps 1e-5. Only the order of sums differs: 6e-7 of a gradient
+# at first. A step of AdamW divides by small numbers and hands the difference on, some twofold.
 PARITY_GRADIENT_ERROR = 5e-6
+PARITY_LATER_GRADIENT_ERROR = 1e-5
+# Loss, balance loss and norm are sums over all tokens or weights, in which errors even out.
+PARITY_RTOL = 2e-6
+# ‖Δ‖/‖reference‖ of each weight: three updates of 1e-3 or so, each as far off as its gradient.
+PARITY_WEIGHT_ERROR = 1e-6
+# Twenty steps of a tiny model amplify the first step's errors some ten times in loss and norm.
 PARITY_CURVE_RTOL = 1e-5
 # Scores of a choice taken and the next best must differ by more than layouts do, or it may flip.
 PARITY_MIN_GAP = 1e-5

@@ -8,19 +8,10 @@ import torch
 from torch import Tensor
 
 from recipes.deepseek_v3 import RECIPE
+from tests.parity.cases import Case, config_of
 from tests.parity.reference import Reference, cross_entropy
-from tests.parity.tiny import (
-    MODEL,
-    ROWS,
-    SEQ_LEN,
-    Case,
-    batch_of_step,
-    build,
-    config_of,
-    gradients_of,
-    rows_of,
-    whole,
-)
+from tests.parity.run import build, gradients_of, rows_of, whole
+from tests.parity.tiny import MODEL, ROWS, SEQ_LEN, batch_of_step
 from tests.pool import Pool
 from tests.tolerances import PARITY_CURVE_RTOL, PARITY_GRADIENT_ERROR
 from titan_moe.config.layout import Layout
@@ -28,8 +19,6 @@ from titan_moe.mesh import Meshes
 from titan_moe.optim import build_optimizer
 from titan_moe.parallelize import parallelize
 from titan_moe.world import any_rank
-
-SEED = 0
 
 
 def one_and_nine() -> dict[str, Tensor]:
@@ -44,7 +33,7 @@ def one_and_nine() -> dict[str, Tensor]:
 
 
 def one_step(case: Case) -> tuple[float, int, dict[str, Tensor]]:
-    engine, meshes = build(case, SEED)
+    engine, meshes = build(case)
     output = engine.forward_backward(rows_of(one_and_nine(), meshes))
     return output.loss.item(), output.valid_tokens, gradients_of(engine.parts[0])
 
@@ -52,7 +41,7 @@ def one_step(case: Case) -> tuple[float, int, dict[str, Tensor]]:
 @pytest.mark.parametrize("case", [Case(accumulation=4), Case(shards=4), Case(shards=2)], ids=str)
 def test_micro_batches_of_one_and_nine_tokens(pool: Pool, case: Case) -> None:
     """Averaging micro-batches or ranks would weigh the one token as much as the nine."""
-    reference = Reference(SEED)
+    reference = Reference()
     expected, _, _ = reference.step(one_and_nine())
     wanted = gradients_of(reference.model)
     for loss, valid_tokens, gradients in pool.run(case.world, one_step, case):
@@ -64,7 +53,7 @@ def test_micro_batches_of_one_and_nine_tokens(pool: Pool, case: Case) -> None:
 
 
 def step_of(case: Case, labels: int | None, rows: int) -> None:
-    engine, meshes = build(case, SEED)
+    engine, meshes = build(case)
     batch = rows_of(batch_of_step(0), meshes)
     if labels is not None:
         batch["labels"].fill_(labels)
@@ -80,7 +69,7 @@ def test_steps_that_cannot_be(pool: Pool) -> None:
 
 
 def validate(case: Case) -> tuple[float, float]:
-    engine, meshes = build(case, SEED)
+    engine, meshes = build(case)
     nats, tokens = engine.evaluate(rows_of(batch_of_step(0), meshes))
     assert nats.dtype == tokens.dtype == torch.float64
     return nats.item(), tokens.item()
@@ -91,7 +80,7 @@ def validate(case: Case) -> tuple[float, float]:
 )
 def test_validation_sums_over_all_ranks(pool: Pool, case: Case) -> None:
     batch = batch_of_step(0)
-    reference = Reference(SEED).model.eval()
+    reference = Reference().model.eval()
     hidden_BSD = reference(
         batch["tokens"],
         positions_BS=batch["positions"],
@@ -107,9 +96,9 @@ def test_validation_sums_over_all_ranks(pool: Pool, case: Case) -> None:
 
 def steps_with(case: Case, validations: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of three steps and all state after them, with validations at every odd moment."""
-    engine, meshes = build(case, SEED)
+    engine, meshes = build(case)
     model = engine.parts[0]
-    optimizer = build_optimizer(engine.parts, config_of(case, SEED).optimizer)
+    optimizer = build_optimizer(engine.parts, config_of(case).optimizer)
     losses = []
     for step in range(3):
         losses.append(engine.forward_backward(rows_of(batch_of_step(step), meshes)).loss.item())
@@ -147,7 +136,7 @@ def agree(world: int) -> tuple[bool, bool, list[int], float]:
     dense = {"num_dense_layers": MODEL.num_layers}
     for key in ("balance_loss_weight", "z_loss_weight", "bias_update_rate"):
         dense[key] = 0.0
-    config = config_of(case, SEED)
+    config = config_of(case)
     config = config.model_copy(update={"model": MODEL.model_copy(update=dense)})
     meshes = Meshes.build(Layout.of(config.parallelism, world), "cpu")
     engine = parallelize(config, RECIPE, meshes, torch.device("cpu"), poison=True)

@@ -11,7 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from recipes.deepseek_v3 import RECIPE
 from recipes.deepseek_v3.model import Model
 from recipes.deepseek_v3.sharding import SHARDING
-from tests.parity.tiny import MODEL, Case, batch_of_step, build, config_of, rows_of
+from tests.parity.cases import Case, config_of
+from tests.parity.run import build, rows_of
+from tests.parity.tiny import MODEL, batch_of_step
 from tests.pool import Pool
 from titan_moe.config.layout import Layout
 from titan_moe.mesh import Meshes
@@ -30,12 +32,15 @@ UNITS = {
     "layers.2",
     "layers.2.moe.router",
     "layers.2.moe.experts",
+    "layers.3",
+    "layers.3.moe.router",
+    "layers.3.moe.experts",
     "head",
 }
 
 
 def what_fsdp_was_told(case: Case) -> dict[str, list[dict[str, object]]]:
-    engine, _ = build(case, seed=0)
+    engine, _ = build(case)
     return {
         name: [
             {
@@ -71,7 +76,7 @@ def test_every_module_sums_its_gradients(pool: Pool, case: Case, mesh: tuple[int
 
 
 def names_and_types(case: Case) -> dict[str, str]:
-    engine, _ = build(case, seed=0, dtype="bfloat16", mixed_precision_param="bfloat16")
+    engine, _ = build(case, dtype="bfloat16", mixed_precision_param="bfloat16")
     router = engine.parts[0].layers["1"].moe.router
     seen: list[torch.dtype] = []
     router.register_forward_hook(lambda module, args, out: seen.extend([module.weight.dtype]))
@@ -83,7 +88,7 @@ def names_and_types(case: Case) -> dict[str, str]:
 
 def test_names_and_types_stay_those_of_the_plain_model(pool: Pool) -> None:
     case = Case(shards=2, recompute="full")
-    config = config_of(case, 0, dtype="bfloat16")
+    config = config_of(case, dtype="bfloat16")
     (stage,) = split_stages(config)
     plain = build_on_meta(config, RECIPE, stage).state_dict()
     types = {name: str(tensor.dtype) for name, tensor in plain.items()}
@@ -98,7 +103,7 @@ def test_names_and_types_stay_those_of_the_plain_model(pool: Pool) -> None:
 
 def sharded_by(layers: range, sharding: Sharding, has_head: bool) -> tuple[int, str]:
     """Modules that FSDP gathers of one stage, and what the log says."""
-    config = config_of(Case(), 0)
+    config = config_of(Case())
     with torch.device("meta"):
         model: nn.Module = Model(
             MODEL, layers=layers, has_embedding=not has_head, has_head=has_head

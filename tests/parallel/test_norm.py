@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from recipes.deepseek_v3.model import Model
-from tests.parity.tiny import MODEL, Case, build
+from tests.parity.cases import Case
+from tests.parity.run import build
+from tests.parity.tiny import MODEL
 from tests.pool import Pool
 from tests.tolerances import NORM_RTOL
 from titan_moe.config.layout import Layout
@@ -20,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def norms_of_ones(case: Case) -> tuple[float, float]:
-    engine, _ = build(case, seed=0)
+    engine, _ = build(case)
     for parameter in engine.parts[0].parameters():
         parameter.grad = torch.ones_like(parameter)
     return engine.grad_norm().item(), engine.grad_norm(math.inf).item()

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from recipes.deepseek_v3.model import Model
-from tests.parity.tiny import MODEL, batch_of_step, gradients_of
+from tests.parity.run import gradients_of
+from tests.parity.tiny import MODEL, batch_of_step
 from titan_moe.config.sections import ActivationCheckpoint
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.initialise import initialise

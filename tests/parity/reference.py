@@ -7,37 +7,40 @@ balance machinery is switched off. Only the initial values come from the code un
 T valid tokens of one sequence, E experts.
 """
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from recipes.deepseek_v3.model import Model
-from tests.parity.tiny import (
-    MAX_NORM,
-    MODEL,
-    STEPS,
-    Case,
-    Trace,
-    batch_of_step,
-    config_of,
-    gradients_of,
-)
+from tests.parity.cases import MAX_NORM, STEPS, Case, config_of
+from tests.parity.run import VALIDATED, Trace, gradients_of, whole
+from tests.parity.tiny import FAMILIES, Family, batch_of_step
+from tests.tolerances import PARITY_MIN_GAP
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.initialise import initialise
+from titan_moe.recipe import load_recipe
 
 
 class Reference:
-    """gap: the smallest distance so far, in scores, between a choice taken and the next best."""
+    """gap: the smallest distance so far, in scores, between a choice taken and the next best.
 
-    def __init__(self, seed: int) -> None:
-        layers = range(MODEL.num_layers)
-        self.model = Model(MODEL, layers=layers, has_embedding=True, has_head=True)
-        initialise(self.model, seed)
+    idle: how often a row sent no token to an expert: ranks with few rows then have none for it.
+    """
+
+    def __init__(self, family: str = "deepseek_v3", seed: int | None = None) -> None:
+        self.family: Family = FAMILIES[family]
+        cfg = self.family.model
+        self.model: Any = load_recipe(cfg.recipe).load_model_class()(
+            cfg, layers=range(cfg.num_layers), has_embedding=True, has_head=True
+        )
+        initialise(self.model, self.family.seed if seed is None else seed)
         self.moes = [module for module in self.model.modules() if isinstance(module, MoE)]
         self.logits: list[Tensor] = []
         for moe in self.moes:
             moe.balance_loss_weight = moe.z_loss_weight = 0.0
             moe.router.register_forward_hook(self._keep_logits)
-        adam = config_of(Case(), seed).optimizer
+        adam = config_of(Case(family)).optimizer
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         vectors = [p for p in self.model.parameters() if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
@@ -48,74 +51,108 @@ class Reference:
             weight_decay=0.0,
             foreach=False,
         )
-        self.gap = float("inf")
+        self.gap, self.idle = float("inf"), 0
 
     def _keep_logits(self, module: nn.Module, inputs: object, logits_TE: Tensor) -> None:
         self.logits.append(logits_TE)
 
-    def step(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of one step -> loss, balance loss, counts of tokens [L, E]."""
+    def cross_entropy(self, batch: dict[str, Tensor]) -> Tensor:
+        """In nats per label."""
         self.logits.clear()
-        self.optimizer.zero_grad()
         hidden_BSD = self.model(
             batch["tokens"],
             positions_BS=batch["positions"],
             document_ids_BS=batch["document_ids"],
             tokens_BS=batch["tokens"],
         )
-        loss = cross_entropy(self.model.head.logits(hidden_BSD), batch["labels"])
+        return cross_entropy(self.model.head.logits(hidden_BSD), batch["labels"])
+
+    def step(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of one step -> loss, balance loss, counts of tokens [L, E]."""
+        self.optimizer.zero_grad()
+        loss = self.cross_entropy(batch)
         valid_BS = batch["document_ids"] >= 0
         balance_loss = torch.zeros(())
         counts = []
-        for moe_index, (moe, logits_TE) in enumerate(zip(self.moes, self.logits, strict=True)):
+        for index, (moe, logits_TE) in enumerate(zip(self.moes, self.logits, strict=True)):
             logits_BSE = logits_TE.view(*valid_BS.shape, -1)
-            weights = (MODEL.balance_loss_weight[moe_index], MODEL.z_loss_weight[moe_index])
+            counts_BE = []
             for logits_SE, valid_S in zip(logits_BSE, valid_BS, strict=True):
-                of_sequence = auxiliary_loss(logits_SE[valid_S], *weights)
+                of_sequence = self._auxiliary_loss(logits_SE[valid_S], index)
                 balance_loss = balance_loss + of_sequence / len(valid_BS)
-            counts.append(self._count(logits_BSE[valid_BS], moe.router.selection_bias))
+                counts_BE.append(self._count(logits_SE[valid_S], moe.router.selection_bias))
+            counts.append(torch.stack(counts_BE).sum(dim=0))
+            self.idle += int((torch.stack(counts_BE) == 0).sum())
         (loss + balance_loss).backward()
         return loss.detach(), balance_loss.detach(), torch.stack(counts)
 
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        """Each of E numbers by its own sigmoid, or as its part of the sum of exponentials."""
+        if self.family.score_function == "sigmoid":
+            return 1 / (1 + (-logits_TE).exp())
+        powers_TE = logits_TE.exp()
+        return powers_TE / powers_TE.sum(dim=1, keepdim=True)
+
+    def _auxiliary_loss(self, logits_TE: Tensor, layer: int) -> Tensor:
+        """Of one sequence: DeepSeek-V3's equations 17 to 20 and ST-MoE's equation 5, weighted."""
+        tokens, num_experts = logits_TE.shape
+        if tokens == 0:
+            return logits_TE.sum()
+        top_k, scores_TE = self.family.model.top_k, self._scores(logits_TE)
+        balance = logits_TE.new_zeros(())
+        for expert in range(num_experts):
+            chosen = sum(expert in row.topk(top_k).indices.tolist() for row in scores_TE)
+            f = chosen * num_experts / (top_k * tokens)
+            p = (scores_TE[:, expert] / scores_TE.sum(dim=1)).mean()
+            balance = balance + f * p
+        squares = logits_TE.exp().sum(dim=1).log().square()
+        return self.family.balance[layer] * balance + self.family.z_loss[layer] * squares.mean()
+
     def _count(self, logits_TE: Tensor, bias_E: Tensor) -> Tensor:
         """Tokens per expert by group-limited choice, token by token; keeps the smallest gap."""
-        counts_E = torch.zeros(MODEL.num_experts, dtype=torch.int64)
-        size = MODEL.num_experts // MODEL.num_expert_groups
-        for scores_E in logits_TE.detach().sigmoid():
+        cfg = self.family.model
+        counts_E = torch.zeros(cfg.num_experts, dtype=torch.int64)
+        size = cfg.num_experts // self.family.groups
+        for scores_E in self._scores(logits_TE.detach()):
             preference = (scores_E + bias_E).tolist()
             groups = [preference[g : g + size] for g in range(0, len(preference), size)]
             group_scores = [sum(sorted(group)[-2:]) for group in groups]
-            kept = self._best(group_scores, MODEL.num_limited_groups)
+            kept = self._best(group_scores, self.family.limited_groups)
             allowed = [e for e in range(len(preference)) if e // size in kept]
-            best = self._best([preference[e] for e in allowed], MODEL.top_k)
+            best = self._best([preference[e] for e in allowed], cfg.top_k)
             for index in best:
                 counts_E[allowed[index]] += 1
-            self._best(scores_E.tolist(), MODEL.top_k)  # the balance loss marks by score alone
+            self._best(scores_E.tolist(), cfg.top_k)  # the balance loss marks by score alone
         return counts_E
 
     def _best(self, values: list[float], k: int) -> list[int]:
         order = sorted(range(len(values)), key=lambda index: -values[index])
-        self.gap = min(self.gap, values[order[k - 1]] - values[order[k]])
+        if k < len(values):
+            self.gap = min(self.gap, values[order[k - 1]] - values[order[k]])
         return order[:k]
 
     def train(self, steps: int = STEPS) -> Trace:
         trace = Trace()
         for step in range(steps):
             loss, balance_loss, counts_LE = self.step(batch_of_step(step))
-            if step == 0:
-                trace.gradients = gradients_of(self.model)
+            trace.gradients.append(gradients_of(self.model))
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
             self.optimizer.step()
             with torch.no_grad():
                 for moe, rate, counts_E in zip(
-                    self.moes, MODEL.bias_update_rate, counts_LE, strict=True
+                    self.moes, self.family.bias_rate, counts_LE, strict=True
                 ):
                     below_mean_E = torch.sign(counts_E.double().mean() - counts_E.double())
                     moe.router.selection_bias += rate * below_mean_E.float()
+                if step == 0:
+                    self.model.eval()
+                    trace.validation = self.cross_entropy(batch_of_step(VALIDATED)).item()
+                    self.model.train()
             trace.loss.append(loss.item())
             trace.balance_loss.append(balance_loss.item())
             trace.norm.append(norm.item())
             trace.counts.append(counts_LE)
+        trace.weights = {name: whole(p) for name, p in self.model.named_parameters()}
         trace.bias = torch.stack([moe.router.selection_bias for moe in self.moes])
         return trace
 
@@ -128,16 +165,12 @@ def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     return nats_T.sum() / len(labels_T)
 
 
-def auxiliary_loss(logits_TE: Tensor, balance_weight: float, z_weight: float) -> Tensor:
-    """Of one sequence: DeepSeek-V3's equations 17 to 20 and ST-MoE's equation 5, weighted."""
-    tokens, num_experts = logits_TE.shape
-    if tokens == 0:
-        return logits_TE.sum()
-    scores_TE = logits_TE.sigmoid()
-    balance = logits_TE.new_zeros(())
-    for expert in range(num_experts):
-        chosen = sum(expert in row.topk(MODEL.top_k).indices.tolist() for row in scores_TE)
-        f = chosen * num_experts / (MODEL.top_k * tokens)
-        p = (scores_TE[:, expert] / scores_TE.sum(dim=1)).mean()
-        balance = balance + f * p
-    return balance_weight * balance + z_weight * logits_TE.logsumexp(dim=1).square().mean()
+@cache
+def reference(family: str, steps: int = STEPS) -> Trace:
+    """By the book, once per session."""
+    run = Reference(family)
+    trace = run.train(steps)
+    seed = run.family.seed
+    assert run.gap >= PARITY_MIN_GAP, f"seed {seed} nearly ties: {run.gap:.1e}; take another"
+    assert run.idle > 0, f"seed {seed}: no row leaves an expert without a token"
+    return trace

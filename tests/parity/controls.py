@@ -1,0 +1,226 @@
+"""Ways to be wrong, one or more per applier: each must turn the matrix red where it says.
+
+A control breaks the code before anything is built, by pytest's monkeypatch, in each worker.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parity.cases import Case
+from titan_moe import parallelize
+from titan_moe.parallel import (
+    context,
+    dispatch_flat,
+    dispatch_rows,
+    dispatch_two_tier,
+    pipeline,
+    tensor,
+    vocabulary,
+)
+from titan_moe.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_back,
+    join_slices,
+    slice_of,
+)
+from titan_moe.parallel.engine import Engine
+from titan_moe.parallel.pending import PendingSums
+from titan_moe.passes import recompute
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Control:
+    """red: pattern of what must be reported (see `compare.Comparison.faults`)."""
+
+    case: Case
+    break_it: Callable[[Patch], None]
+    red: str
+
+    def __str__(self) -> str:
+        name = getattr(self.break_it, "func", self.break_it).__name__
+        return f"{name} in {self.case}"
+
+
+def experts_divided_by(patch: Patch, factor: float) -> None:
+    """As FSDP would average over its ranks, or as gradients scaled by ep; in one layer alone."""
+    apply_fsdp = parallelize.apply_fsdp
+
+    def broken(model: nn.Module, *args: Any) -> None:
+        apply_fsdp(model, *args)
+        experts: Any = model.get_submodule("layers.1.moe.experts")
+        experts.set_gradient_divide_factor(factor)
+
+    patch.setattr(parallelize, "apply_fsdp", broken)
+
+
+def own_tokens_divide(patch: Patch) -> None:
+    patch.setattr(Engine, "_sum_over_rows", lambda self, *numbers: list(map(int, numbers)))
+
+
+def own_sequences_divide(patch: Patch) -> None:
+    """The balance gradient then grows with the number of ranks."""
+    over_ranks = Engine._sum_over_rows
+
+    def broken(self: Engine, *numbers: Tensor) -> list[int]:
+        return [*over_ranks(self, *numbers)[:1], *map(int, numbers[1:])]
+
+    patch.setattr(Engine, "_sum_over_rows", broken)
+
+
+def own_tokens_counted(patch: Patch) -> None:
+    """The selection bias then follows each rank's own tokens."""
+
+    def broken(self: Engine, own: dict[str, Tensor], *args: Any) -> Tensor:
+        return torch.stack(list(own.values()))
+
+    patch.setattr(Engine, "_over_layers", broken)
+
+
+def counted_when_recomputed(patch: Patch) -> None:
+    patch.setattr(recompute, "ROUTING_OPS", set())
+
+
+def pending_sums_forgotten(patch: Patch) -> None:
+    """Of tp: norms and routers, each rank's from its own tokens. Of pp: tied weights."""
+    patch.setattr(PendingSums, "add_up", lambda self: None)
+
+
+def copies_all_counted(patch: Patch) -> None:
+    of = PendingSums.of
+
+    def broken(*args: Any) -> PendingSums:
+        sums = of(*args)
+        sums.copies = {}
+        return sums
+
+    patch.setattr(PendingSums, "of", broken)
+
+
+def gathered_without_sum(patch: Patch) -> None:
+    """Into a split layer under sequence parallelism; backward keeps a rank's own share only."""
+    patch.setattr(tensor, "all_gather", join_slices)
+
+
+def entered_without_sum(patch: Patch) -> None:
+    """The same where every rank has all tokens."""
+    patch.setattr(tensor, "all_reduce_back", lambda x, group: x)
+
+
+def summed_there_and_back(patch: Patch) -> None:
+    """Out of a split layer: the gradient, which all ranks have, is added up once more."""
+    patch.setattr(
+        tensor, "all_reduce", lambda x, group: all_reduce_back(all_reduce(x, group), group)
+    )
+
+
+def joined_with_sum(patch: Patch) -> None:
+    """Slices of tokens or logits put together: a gradient that all ranks have is added up."""
+    patch.setattr(tensor, "join_slices", all_gather)
+
+
+def vocabulary_not_masked(patch: Patch) -> None:
+    """Tokens and labels of another rank's part of the vocabulary count here too."""
+    within = vocabulary._within
+
+    def broken(*args: Any) -> tuple[Tensor, Tensor]:
+        local_BS, own_BS = within(*args)
+        return local_BS, torch.ones_like(own_BS)
+
+    patch.setattr(vocabulary, "_within", broken)
+
+
+def sequences_not_joined(patch: Patch) -> None:
+    """Each rank then balances its part of a sequence as if it were a whole one."""
+    patch.setattr(parallelize, "apply_sequence_balance", lambda *args: None)
+
+
+def rows_left_in_order(patch: Patch) -> None:
+    """Experts' results go back as they lie, sorted by expert, to whoever sent something else."""
+
+    def broken(wire: Any, rows_RD: Tensor, delivery: Any) -> Tensor:
+        sizes = delivery.sizes
+        copies_CD = dispatch_rows.exchange(wire, rows_RD, sizes.arriving, sizes.splits)
+        return dispatch_rows.sum_copies(copies_CD, delivery.token_C, delivery.tokens)
+
+    patch.setattr(dispatch_flat, "give_back", broken)
+
+
+def one_domain_is_enough(patch: Patch) -> None:
+    """Of the domains that a token went to, one gives its sum back."""
+
+    def broken(x_CD: Tensor, token_C: Tensor, tokens: int) -> Tensor:
+        first_T = {token: place for place, token in reversed(list(enumerate(token_C.tolist())))}
+        kept_C = torch.zeros(len(token_C), 1)
+        kept_C[list(first_T.values())] = 1.0
+        return dispatch_rows.sum_copies(x_CD * kept_C, token_C, tokens)
+
+    patch.setattr(dispatch_two_tier, "sum_copies", broken)
+
+
+def keys_without_sum(patch: Patch) -> None:
+    """What other ranks' queries say of this rank's keys and values does not come back."""
+    patch.setattr(context, "sum_slices", slice_of)
+
+
+def keys_in_order_of_ranks(patch: Patch) -> None:
+    """A late chunk of the first rank then stands before the second rank's early one."""
+    order = context.RowOrder
+
+    def broken(places_RS: Tensor, inverse_T: Tensor) -> Any:
+        return order(places_RS, torch.arange(len(inverse_T)))
+
+    patch.setattr(context, "RowOrder", broken)
+
+
+def gradients_scaled_by_schedule(patch: Patch) -> None:
+    """torch's default: the mean over micro-batches, of what is divided by all tokens already."""
+    build = pipeline._schedule
+
+    def broken(*args: Any) -> Any:
+        schedule = build(*args)
+        schedule.scale_grads = True
+        return schedule
+
+    patch.setattr(pipeline, "_schedule", broken)
+
+
+NORMS_AND_ROUTERS = "gradient of .*(norm|router).weight"
+CONTROLS = [
+    Control(Case(shards=2), partial(experts_divided_by, factor=2.0), r"layers.1.moe.experts"),
+    Control(Case(replicas=4), partial(experts_divided_by, factor=4.0), r"layers.1.moe.experts"),
+    Control(Case(shards=2), own_tokens_divide, "gradient of"),
+    Control(Case(shards=2), own_sequences_divide, r"gradient of .*router"),
+    Control(Case(shards=2), own_tokens_counted, "selection biases"),
+    Control(Case(recompute="full", accumulation=4), counted_when_recomputed, "counts of step 0"),
+    Control(Case(tp=2), pending_sums_forgotten, NORMS_AND_ROUTERS),
+    Control(Case("grouped_query", tp=4), pending_sums_forgotten, NORMS_AND_ROUTERS),
+    Control(Case(tp=2), gathered_without_sum, "gradient of"),
+    Control(Case(tp=2, sequence_parallel=False), entered_without_sum, "gradient of"),
+    Control(Case(tp=2, sequence_parallel=False), summed_there_and_back, "gradient of"),
+    Control(Case(tp=2, sequence_parallel=False), joined_with_sum, r"gradient of .*moe"),
+    Control(Case(tp=2, loss_parallel=False), joined_with_sum, "gradient of"),
+    Control(Case(tp=2), vocabulary_not_masked, r"curve of loss"),
+    Control(Case(tp=2), sequences_not_joined, r"gradient of .*router"),
+    Control(Case(cp=2), sequences_not_joined, r"curve of balance_loss"),
+    Control(Case(shards=4, ep=2), partial(experts_divided_by, factor=2.0), r"layers.1.moe.experts"),
+    Control(Case(shards=2, ep=2), partial(experts_divided_by, factor=0.5), r"layers.1.moe.experts"),
+    Control(Case(shards=2, ep=2), rows_left_in_order, "gradient of"),
+    Control(
+        Case(shards=4, ep=4, backend="two_tier", scale_up=2), one_domain_is_enough, "gradient of"
+    ),
+    Control(Case(cp=2), keys_without_sum, r"gradient of .*kv_down"),
+    Control(Case(cp=2), keys_in_order_of_ranks, "gradient of"),
+    Control(Case(pp=2, schedule="GPipe"), gradients_scaled_by_schedule, "gradient of"),
+    Control(Case("grouped_query", pp=2), pending_sums_forgotten, r"gradient of embedding"),
+    Control(Case("grouped_query", pp=2), pending_sums_forgotten, r"copies of embedding"),
+    Control(Case("grouped_query", pp=2), copies_all_counted, r"curve of norm"),
+]
