@@ -34,3 +34,6 @@ class GroupedQueryConfig(ModelConfig):
             qk_head_dim=self.head_dim,
             v_head_dim=self.head_dim,
         )
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        return {**super().tensor_parallel_sizes(), "num_kv_heads": self.num_kv_heads}
