@@ -10,6 +10,8 @@ PARITY_RTOL = 2e-6
 PARITY_WEIGHT_ERROR = 1e-6
 # Twenty steps of a tiny model amplify the first step's errors some ten times in loss and norm.
 PARITY_CURVE_RTOL = 1e-5
+# A loss from the same weights, loaded under another layout, and the one after it.
+LOADED_LOSS_RTOL = 1e-6
 # Scores of a choice taken and the next best must differ by more than layouts do, or it may flip.
 PARITY_MIN_GAP = 1e-5
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from recipes.deepseek_v3.model import Model
 from tests.parity.cases import Case
+from tests.parity.reference import Reference
 from tests.parity.run import build
-from tests.parity.tiny import MODEL
 from tests.pool import Pool
 from tests.tolerances import NORM_RTOL
 from titan_moe.config.layout import Layout
@@ -21,26 +20,72 @@ from titan_moe.parallel.norm import clip_grads, grad_norm
 CPU = torch.device("cpu")
 
 
+LAYOUTS = [
+    Case(),
+    Case(shards=2),
+    Case(shards=4),
+    Case(replicas=2, shards=2),
+    Case(replicas=4),
+    Case(tp=2, shards=2),
+    Case(tp=4, sequence_parallel=False),
+    Case(shards=4, ep=2),
+    Case(replicas=2, shards=2, ep=2),
+    Case(tp=2, shards=2, ep=4),
+    Case(cp=2, tp=2, ep=2),
+    Case(pp=2, shards=2, ep=2),
+    Case(pp=4, layers=(1, 1, 1, 1)),
+    Case("grouped_query", tp=4, ep=4),
+    Case("grouped_query", pp=2, shards=2),
+    Case("grouped_query", pp=2, tp=2, schedule="ZBVZeroBubble"),
+]
+
+
 def norms_of_ones(case: Case) -> tuple[float, float]:
     engine, _ = build(case)
-    for parameter in engine.parts[0].parameters():
+    for parameter in engine.parameters():
         parameter.grad = torch.ones_like(parameter)
     return engine.grad_norm().item(), engine.grad_norm(math.inf).item()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [Case(), Case(shards=2), Case(shards=4), Case(shards=2, replicas=2), Case(replicas=4)],
-    ids=str,
-)
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_all_gradients_one_give_root_of_n(pool: Pool, case: Case) -> None:
-    with torch.device("meta"):
-        layers = range(MODEL.num_layers)
-        whole = Model(MODEL, layers=layers, has_embedding=True, has_head=True)
-    elements = sum(parameter.numel() for parameter in whole.parameters())
+    """N: every weight of the whole model, tied ones once."""
+    elements = sum(p.numel() for p in Reference(case.family).model.parameters())
     for norm, largest in pool.run(case.world, norms_of_ones, case):
         assert norm == pytest.approx(math.sqrt(elements), rel=NORM_RTOL)
         assert largest == 1.0
+
+
+def norms_with(case: Case, value: float, rank: int, weight: str) -> tuple[float, float]:
+    """All gradients 1, but for one element that one rank holds."""
+    engine, meshes = build(case)
+    for part in engine.parts:
+        for name, parameter in part.named_parameters():
+            parameter.grad = torch.ones_like(parameter)
+            if meshes.dense.get_rank() == rank and name == weight:
+                parameter.grad.to_local().view(-1)[-1] = value
+    return engine.grad_norm().item(), engine.grad_norm(math.inf).item()
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize(
+    ("case", "rank", "weight"),
+    [
+        (Case(pp=2, shards=2, ep=2), 3, "layers.3.moe.experts.down"),
+        (Case(pp=2, shards=2, ep=2), 1, "embedding.weight"),
+        (
+            Case("grouped_query", pp=2, tp=2, schedule="ZBVZeroBubble"),
+            2,
+            "layers.1.attention.q.weight",
+        ),
+    ],
+    ids=str,
+)
+def test_one_stage_that_is_not_finite_shows_on_all(
+    pool: Pool, case: Case, rank: int, weight: str, value: float
+) -> None:
+    for norms in pool.run(case.world, norms_with, case, value, rank, weight):
+        assert not any(map(math.isfinite, norms))
 
 
 @dataclass(frozen=True)

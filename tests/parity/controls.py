@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from tests.parity.cases import Case
 from titan_moe import parallelize
+from titan_moe.layers.moe import MoE
+from titan_moe.mesh import Meshes
 from titan_moe.parallel import (
     context,
     dispatch_flat,
@@ -29,6 +31,7 @@ from titan_moe.parallel.collectives import (
     all_reduce_back,
     join_slices,
     slice_of,
+    summed,
 )
 from titan_moe.parallel.engine import Engine
 from titan_moe.parallel.pending import PendingSums
@@ -62,6 +65,11 @@ def experts_divided_by(patch: Patch, factor: float) -> None:
     patch.setattr(parallelize, "apply_fsdp", broken)
 
 
+def replicas_forgotten(patch: Patch) -> None:
+    """Gradients are summed over the shards of one replica."""
+    patch.setattr(Meshes, "fsdp", lambda self, view: self.dense["dp_shard"])
+
+
 def own_tokens_divide(patch: Patch) -> None:
     patch.setattr(Engine, "_sum_over_rows", lambda self, *numbers: list(map(int, numbers)))
 
@@ -92,6 +100,18 @@ def counted_when_recomputed(patch: Patch) -> None:
 def pending_sums_forgotten(patch: Patch) -> None:
     """Of tp: norms and routers, each rank's from its own tokens. Of pp: tied weights."""
     patch.setattr(PendingSums, "add_up", lambda self: None)
+
+
+def pending_sums_in_another_group(patch: Patch) -> None:
+    """Over the data-parallel ranks, of which FSDP has taken care."""
+    of = PendingSums.of
+
+    def broken(parts: list[nn.Module], meshes: Meshes) -> PendingSums:
+        sums = of(parts, meshes)
+        sums._tp_group = meshes.fsdp("dense").get_group()
+        return sums
+
+    patch.setattr(PendingSums, "of", broken)
 
 
 def copies_all_counted(patch: Patch) -> None:
@@ -141,6 +161,16 @@ def vocabulary_not_masked(patch: Patch) -> None:
 def sequences_not_joined(patch: Patch) -> None:
     """Each rank then balances its part of a sequence as if it were a whole one."""
     patch.setattr(parallelize, "apply_sequence_balance", lambda *args: None)
+
+
+def sequences_joined_over_cp_alone(patch: Patch) -> None:
+    def broken(model: nn.Module, meshes: Meshes, *args: Any) -> None:
+        group = meshes.dense["cp"].get_group()
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.sum_over_sequence = partial(summed, group=group)
+
+    patch.setattr(parallelize, "apply_sequence_balance", broken)
 
 
 def rows_left_in_order(patch: Patch) -> None:
@@ -197,12 +227,14 @@ NORMS_AND_ROUTERS = "gradient of .*(norm|router).weight"
 CONTROLS = [
     Control(Case(shards=2), partial(experts_divided_by, factor=2.0), r"layers.1.moe.experts"),
     Control(Case(replicas=4), partial(experts_divided_by, factor=4.0), r"layers.1.moe.experts"),
+    Control(Case(replicas=2, shards=2), replicas_forgotten, "gradient of"),
     Control(Case(shards=2), own_tokens_divide, "gradient of"),
     Control(Case(shards=2), own_sequences_divide, r"gradient of .*router"),
     Control(Case(shards=2), own_tokens_counted, "selection biases"),
     Control(Case(recompute="full", accumulation=4), counted_when_recomputed, "counts of step 0"),
     Control(Case(tp=2), pending_sums_forgotten, NORMS_AND_ROUTERS),
     Control(Case("grouped_query", tp=4), pending_sums_forgotten, NORMS_AND_ROUTERS),
+    Control(Case(tp=2, shards=2, accumulation=2), pending_sums_in_another_group, NORMS_AND_ROUTERS),
     Control(Case(tp=2), gathered_without_sum, "gradient of"),
     Control(Case(tp=2, sequence_parallel=False), entered_without_sum, "gradient of"),
     Control(Case(tp=2, sequence_parallel=False), summed_there_and_back, "gradient of"),
@@ -211,6 +243,7 @@ CONTROLS = [
     Control(Case(tp=2), vocabulary_not_masked, r"curve of loss"),
     Control(Case(tp=2), sequences_not_joined, r"gradient of .*router"),
     Control(Case(cp=2), sequences_not_joined, r"curve of balance_loss"),
+    Control(Case(tp=2, cp=2), sequences_joined_over_cp_alone, r"curve of balance_loss"),
     Control(Case(shards=4, ep=2), partial(experts_divided_by, factor=2.0), r"layers.1.moe.experts"),
     Control(Case(shards=2, ep=2), partial(experts_divided_by, factor=0.5), r"layers.1.moe.experts"),
     Control(Case(shards=2, ep=2), rows_left_in_order, "gradient of"),
@@ -220,6 +253,11 @@ CONTROLS = [
     Control(Case(cp=2), keys_without_sum, r"gradient of .*kv_down"),
     Control(Case(cp=2), keys_in_order_of_ranks, "gradient of"),
     Control(Case(pp=2, schedule="GPipe"), gradients_scaled_by_schedule, "gradient of"),
+    Control(
+        Case(pp=2, schedule="ZBVZeroBubble", recompute="full", microbatch=4),
+        counted_when_recomputed,
+        "counts of step 0",
+    ),
     Control(Case("grouped_query", pp=2), pending_sums_forgotten, r"gradient of embedding"),
     Control(Case("grouped_query", pp=2), pending_sums_forgotten, r"copies of embedding"),
     Control(Case("grouped_query", pp=2), copies_all_counted, r"curve of norm"),
