@@ -15,7 +15,7 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
         for name, text, shown in (
             ("schedule", "DualPipeV", '"DualPipeV"'),
             ("schedule_csv", "order.csv", '"order.csv"'),
-            ("microbatch_size", "2", "2"),
+            ("microbatch_size", "3", "3"),
             ("stages_per_rank", "1", "1"),
             ("layers", "[1, 1]", "[1, 1]"),
         )
