@@ -11,6 +11,7 @@ holds more than its own share.
 import torch
 from torch import nn
 
+from titan_moe.config.schedules import splits_backward
 from titan_moe.config.sections import RunConfig
 from titan_moe.layers.mask import plain_causal
 from titan_moe.layers.moe import MoE
@@ -57,7 +58,9 @@ def parallelize(
             apply_context_parallel(part, meshes, sharding, section)
         if layout.cp * layout.tp > 1:
             apply_sequence_balance(part, meshes, sharding, section)
-        apply_activation_checkpoint(part, config.activation_checkpoint)
+        apply_activation_checkpoint(
+            part, config.activation_checkpoint, splits_backward=splits_backward(section)
+        )
         apply_fsdp(part, meshes, sharding, config.training, section)
         materialise(part, device, poison=poison)
         initialise(part, config.debug.seed)

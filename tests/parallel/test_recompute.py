@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes.deepseek_v3.model import Model
 from tests.parity.run import gradients_of
@@ -18,10 +18,11 @@ from titan_moe.passes.recompute import apply_activation_checkpoint
 Mode = Literal["none", "full"]
 
 
-def model_with(mode: Mode) -> Model:
+def model_with(mode: Mode, splits_backward: bool = False) -> Model:
     model = Model(MODEL, layers=range(MODEL.num_layers), has_embedding=True, has_head=True)
     initialise(model, 0)
-    apply_activation_checkpoint(model, ActivationCheckpoint(mode=mode))
+    section = ActivationCheckpoint(mode=mode)
+    apply_activation_checkpoint(model, section, splits_backward=splits_backward)
     return model
 
 
@@ -40,8 +41,9 @@ def moes(model: Model) -> list[MoE]:
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-def test_gradients_counts_and_names_are_those_without() -> None:
-    plain, recomputed = model_with("none"), model_with("full")
+@pytest.mark.parametrize("splits_backward", [False, True])
+def test_gradients_counts_and_names_are_those_without(splits_backward: bool) -> None:
+    plain, recomputed = model_with("none"), model_with("full", splits_backward)
     for model in (plain, recomputed):
         loss_of(model).backward()
     assert plain.state_dict().keys() == recomputed.state_dict().keys()
@@ -55,9 +57,10 @@ def test_gradients_counts_and_names_are_those_without() -> None:
         assert float(moe.balance_loss_sum) > 0.0
 
 
-def test_the_choice_of_experts_is_kept() -> None:
+@pytest.mark.parametrize("splits_backward", [False, True])
+def test_the_choice_of_experts_is_kept(splits_backward: bool) -> None:
     """A bias that changes between forward and backward would send every token elsewhere."""
-    expected, model = model_with("full"), model_with("full")
+    expected, model = model_with("full"), model_with("full", splits_backward)
     loss_of(expected).backward()
     loss = loss_of(model)
     for moe in moes(model):
@@ -89,20 +92,46 @@ def test_backward_may_recompute_more_than_once() -> None:
     assert all(torch.equal(moe.counts, c) for moe, c in zip(moes(model), counts, strict=True))
 
 
+@pytest.mark.parametrize(("splits_backward", "runs"), [(True, 2), (False, None)])
+def test_backward_in_many_calls_runs_a_block_again_once(
+    splits_backward: bool, runs: int | None
+) -> None:
+    """A call of autograd per weight, as schedules that split backward make; without, a control."""
+    plain, model = model_with("none"), model_with("full", splits_backward)
+    loss_of(plain).backward()
+    expected = gradients_of(plain)
+    count = 0
+
+    def counted(module: nn.Module, inputs: object) -> None:
+        nonlocal count
+        count += 1
+
+    model.layers["2"].attention_norm.register_forward_pre_hook(counted)
+    loss = loss_of(model)
+    assert count == 1
+    for name, parameter in model.named_parameters():
+        (gradient,) = torch.autograd.grad(loss, parameter, retain_graph=True)
+        assert torch.equal(gradient, expected[name]), name
+    assert (count == runs) if runs else (count > 10)
+    for moe, other in zip(moes(plain), moes(model), strict=True):
+        assert torch.equal(moe.counts, other.counts)
+
+
 def test_block_insides_are_not_kept() -> None:
     """Bytes that autograd holds on to between forward and backward."""
 
-    def kept(mode: Mode) -> int:
+    def kept(mode: Mode, splits_backward: bool = False) -> int:
         held: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        model = model_with(mode)
+        model = model_with(mode, splits_backward)
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss_of(model)
         return sum(size for pointer, size in held.items() if pointer not in weights)
 
     assert kept("full") < 0.5 * kept("none")
+    assert kept("full", splits_backward=True) < 0.5 * kept("none")

@@ -1,6 +1,7 @@
 """Trade compute for memory: run a block's forward again in backward, keep only its input."""
 
 import logging
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -11,12 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config.sections import ActivationCheckpoint
 from titan_moe.layers.router import ROUTING_OPS
+from titan_moe.passes.rerun import run_and_forget
 
 logger = logging.getLogger(__name__)
 
 
-def apply_activation_checkpoint(model: nn.Module, section: ActivationCheckpoint) -> None:
+def apply_activation_checkpoint(
+    model: nn.Module, section: ActivationCheckpoint, *, splits_backward: bool = False
+) -> None:
     """With mode "full", keep only the input of each of `model.layers`, in place.
+
+    splits_backward: a pipeline's schedule takes backward in two parts, inputs and weights. Then a
+        block that was run again for the first part keeps what it saved until the second.
 
     Routing is kept too, few bytes as it is: run again, it could send a near-tied token to another
     expert than forward did, and would count every token twice. Modules keep their names, as the
@@ -26,17 +33,27 @@ def apply_activation_checkpoint(model: nn.Module, section: ActivationCheckpoint)
         return
     blocks = list(model.get_submodule("layers").children())
     for block in blocks:
-        _recompute(block)
-    logger.info("activation checkpoint: %d blocks recomputed, routing kept", len(blocks))
+        _recompute(block, splits_backward)
+    logger.info(
+        "activation checkpoint: %d blocks recomputed, routing kept%s",
+        len(blocks),
+        "; what backward saves of a micro-batch is held from its inputs' part to its weights'"
+        if splits_backward
+        else "",
+    )
 
 
-def _recompute(block: nn.Module) -> None:
+def _recompute(block: nn.Module, splits_backward: bool) -> None:
     forward = block.forward
 
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if splits_backward:
+            return run_and_forget(
+                *(_within(context, forward, args, kwargs) for context in _keep_routing())
+            )
         return checkpoint(
             forward,
             *args,
@@ -47,6 +64,19 @@ def _recompute(block: nn.Module) -> None:
         )
 
     block.forward = recomputed
+
+
+def _within(
+    context: TorchDispatchMode,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Callable[[], Any]:
+    def run() -> Any:
+        with context:
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _keep_routing() -> tuple[TorchDispatchMode, TorchDispatchMode]:
