@@ -30,6 +30,7 @@ KEYS = [
     "step_seconds",
     "memory_peak_gib",
     "moe",
+    "dispatch_bytes",
 ]
 TIMES_AND_MEMORY = {
     "attempt",
@@ -114,6 +115,29 @@ def test_numbers(tmp_path: Path) -> None:
     assert record["mfu_peak_tflops"] == 4.0
     assert record["mfu"] == pytest.approx(record["tflops_per_device"] / 4.0)
     assert 0 < record["data_seconds"] < record["step_seconds"]
+
+
+def test_bytes_of_dispatch(tmp_path: Path) -> None:
+    metrics = start(tmp_path, enable_tensorboard=True)
+    metrics.end_step()
+    metrics.log_step(
+        1,
+        loss=2.0,
+        balance_loss=0.0,
+        grad_norm=1.0,
+        lr=0.1,
+        tokens_seen=32,
+        counts_LE=COUNTS_LE,
+        biases_LE=None,
+        dispatch_bytes={"inside": 3 << 40, "across": 0},
+    )
+    train(metrics, 2, 5)
+    metrics.close()
+    with_bytes, without = records(tmp_path / "tiny" / "metrics.jsonl")
+    assert with_bytes["dispatch_bytes"] == {"inside": 3 << 40, "across": 0}
+    assert without["dispatch_bytes"] is None
+    curves = EventAccumulator(str(tmp_path / "tiny" / "tb")).Reload()
+    assert curves.Scalars("dispatch_bytes/inside")[0].value == 3 << 40
 
 
 def test_unknown_peak_is_null(tmp_path: Path) -> None:
