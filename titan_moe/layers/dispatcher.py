@@ -16,7 +16,8 @@ class Dispatcher(Protocol):
     Rules: weights travel with the tokens and multiply on the expert's side, in fp32, so `combine`
     only ever sums, anywhere on the way back. Every (token, choice) arrives exactly once, and
     nothing else does: R equals the last offset, and R may be 0. Gradients flow through rows and
-    weights both ways. Nothing is read on the host where shapes alone tell it.
+    weights both ways. Nothing is read on the host where shapes alone tell it. How to write one:
+    docs/dispatchers.md.
     """
 
     def dispatch(
