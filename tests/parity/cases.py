@@ -11,6 +11,7 @@ from titan_moe.config.sections import (
     Data,
     Debug,
     Job,
+    LrScheduler,
     Optimizer,
     Parallelism,
     RunConfig,
@@ -107,7 +108,9 @@ def config_of(case: Case, **training: Any) -> RunConfig:
         model=family.model,
         training=Training(**(sections | training)),
         optimizer=Optimizer(lr=1e-3, eps=1e-5),
+        lr_scheduler=LrScheduler(warmup_steps=0),
         data=Data(
+            tokenizer="none.json",
             add_bos=False,
             add_eos=False,
             num_streams=ROWS,
@@ -120,11 +123,18 @@ def config_of(case: Case, **training: Any) -> RunConfig:
 
 
 def parallelism_of(case: Case) -> Parallelism:
+    """With the keys that the layout heeds, as the checks of a config want it."""
     keys: dict[str, Any] = {}
-    if case.schedule == "CSV":
-        keys["pipeline_parallel_schedule_csv"] = str(CSV)
-    else:
-        keys["pipeline_parallel_schedule"] = case.schedule
+    if case.pp > 1:
+        keys = {
+            "pipeline_parallel_microbatch_size": case.microbatch,
+            "pipeline_parallel_stages_per_rank": case.stages_per_rank,
+            "pipeline_parallel_layers": case.layers,
+        }
+        if case.schedule == "CSV":
+            keys["pipeline_parallel_schedule_csv"] = str(CSV)
+        else:
+            keys["pipeline_parallel_schedule"] = case.schedule
     return Parallelism(
         data_parallel_replicate_degree=case.replicas,
         data_parallel_shard_degree=case.shards,
@@ -138,11 +148,7 @@ def parallelism_of(case: Case) -> Parallelism:
         expert_parallel_comm_backend=case.backend,
         scale_up_size=case.scale_up,
         max_expert_tokens=case.max_expert_tokens,
-        tensor_parallel_across_domains=True,
         pipeline_parallel_degree=case.pp,
-        pipeline_parallel_microbatch_size=case.microbatch,
-        pipeline_parallel_stages_per_rank=case.stages_per_rank,
-        pipeline_parallel_layers=case.layers,
         **keys,
     )
 

@@ -43,7 +43,7 @@ def test_three_steps_equal_one_process(
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_no_layout_is_refused(case: Case) -> None:
-    assert run_checks(config_of(case), case.world) == []
+    assert run_checks(config_of(case), case.world, on_disk=False) == []
 
 
 def initial_values(case: Case) -> list[tuple[str, Tensor]]:
