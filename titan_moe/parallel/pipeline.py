@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from titan_moe.config.schedules import micro_batches, stage_ranks
+from titan_moe.config.schedules import micro_batches, splits_backward, stage_ranks
 from titan_moe.config.sections import Parallelism, RunConfig
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.whole import keywords_of
@@ -43,10 +43,21 @@ class Pipeline:
         meshes: Meshes,
         device: torch.device,
     ) -> None:
-        """stages: what `parts` are, in order."""
+        """stages: what `parts` are, in order.
+
+        Raises:
+            ValueError: weights that are freed after forward, where backward is taken in two parts:
+                of the second, which asks for weights by name, gradients would be lost.
+        """
         self._parts: list[Any] = list(parts)
         self._stages = stages
         self._section = section = config.parallelism
+        if splits_backward(section) and section.fsdp_reshard_after_forward == "always":
+            raise ValueError(
+                'parallelism.fsdp_reshard_after_forward = "always": '
+                f"{section.pipeline_parallel_schedule} splits backward, and needs the weights of "
+                f'forward in both parts; use "never"'
+            )
         self._holders = stage_ranks(section)
         self._group = meshes.pipeline.get_group()
         self._rank = meshes.pipeline.get_local_rank()
