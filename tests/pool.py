@@ -13,6 +13,7 @@ threads, environment); its process group is made for it and destroyed after it.
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import pickle
@@ -144,7 +145,6 @@ def _work(connection: Connection) -> None:
 
 def _answer(rank: int, order: bytes) -> bytes:
     from torch import distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     try:
         case, args, kwargs, store, world, timeout_seconds = pickle.loads(order)
@@ -155,13 +155,12 @@ def _answer(rank: int, order: bytes) -> bytes:
             world_size=world,
             timeout=datetime.timedelta(seconds=timeout_seconds),
         )
+        dist.barrier()  # else a rank that is done may leave while another is still connecting
         try:
             return pickle.dumps(Answer(result=case(*args, **kwargs)))
         finally:
-            gc.collect()
-            # DTensor remembers results of its rules, and in them meshes whose groups end here.
-            _clear_sharding_prop_cache()
             dist.destroy_process_group()
+            _forget_meshes()
     except Exception as error:
         trace = f"on rank {rank}:\n{traceback.format_exc()}"
         try:
@@ -170,3 +169,20 @@ def _answer(rank: int, order: bytes) -> bytes:
         except Exception:
             pickled = pickle.dumps(Answer(error=RuntimeError(repr(error)), trace=trace))
         return pickled
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches that keep meshes, and with them process groups and three threads each.
+
+    A worker that ran a hundred cases would otherwise have thousands of threads.
+    """
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    caches = [it for it in gc.get_objects() if type(it) is functools._lru_cache_wrapper]
+    for cache in caches:
+        if cache.__module__.startswith("torch.distributed"):
+            cache.cache_clear()
+    getattr(_redistribute, "_planner_cache", {}).clear()
+    gc.collect()
