@@ -36,6 +36,7 @@ class Answer(NamedTuple):
     result: Any = None
     error: BaseException | None = None
     trace: str = ""
+    failed_at: float = 0.0  # on a clock that all processes share; a death comes before its echoes
 
 
 class Pool:
@@ -94,7 +95,6 @@ class Pool:
     def _collect(self, world: int, timeout_seconds: float) -> dict[int, Answer]:
         ranks = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world])}
         answers: dict[int, Answer] = {}
-        failure: Answer | None = None
         deadline = time.monotonic() + timeout_seconds
         while len(answers) < world:
             waiting = [connection for connection, rank in ranks.items() if rank not in answers]
@@ -105,13 +105,15 @@ class Pool:
                 assert isinstance(connection, Connection)
                 answer = self._receive(connection, ranks[connection])
                 answers[ranks[connection]] = answer
-                if answer.error and failure is None:
-                    failure = answer
+                if answer.error:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         silent = sorted(set(range(world)) - answers.keys())
-        if silent or (failure and not failure.trace):
+        failures = [answer for answer in answers.values() if answer.error]
+        if silent or not all(failure.trace for failure in failures):
             self.close()
-        if failure:
+        if failures:
+            # What other ranks say of it may well arrive before the cause does.
+            failure = min(failures, key=lambda answer: answer.failed_at)
             assert failure.error is not None
             failure.error.add_note(failure.trace)
             raise failure.error
@@ -146,6 +148,7 @@ def _work(connection: Connection) -> None:
 def _answer(rank: int, order: bytes) -> bytes:
     from torch import distributed as dist
 
+    failed_at = 0.0
     try:
         case, args, kwargs, store, world, timeout_seconds = pickle.loads(order)
         dist.init_process_group(
@@ -158,16 +161,19 @@ def _answer(rank: int, order: bytes) -> bytes:
         dist.barrier()  # else a rank that is done may leave while another is still connecting
         try:
             return pickle.dumps(Answer(result=case(*args, **kwargs)))
+        except Exception:
+            failed_at = time.monotonic()
+            raise
         finally:
             dist.destroy_process_group()
             _forget_meshes()
     except Exception as error:
         trace = f"on rank {rank}:\n{traceback.format_exc()}"
         try:
-            pickled = pickle.dumps(Answer(error=error, trace=trace))
+            pickled = pickle.dumps(Answer(None, error, trace, failed_at))
             pickle.loads(pickled)
         except Exception:
-            pickled = pickle.dumps(Answer(error=RuntimeError(repr(error)), trace=trace))
+            pickled = pickle.dumps(Answer(None, RuntimeError(repr(error)), trace, failed_at))
         return pickled
 
 
