@@ -14,9 +14,11 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from tests.metrics.configs import run_config
 from titan_moe.config.schedule_csv import read_order
 from titan_moe.config.schedules import (
     SCHEDULES,
+    micro_batches,
     micro_batches_fault,
     num_stages,
     splits_backward,
@@ -122,6 +124,21 @@ def test_messages_show_the_arithmetic() -> None:
     assert "9 // 4 ranks = 2 rounds" in str(fault)
     with pytest.raises(ValueError, match="stages_per_rank = 2: GPipe has exactly 1"):
         num_stages(section_of("GPipe", 2, pipeline_parallel_stages_per_rank=2))
+
+
+def test_micro_batches_are_cut_from_the_rows_of_one_pass() -> None:
+    config = run_config(
+        training={"local_batch_size": None, "global_batch_size": 24},
+        parallelism={"pipeline_parallel_microbatch_size": 3},
+    )
+    assert micro_batches(config, dp_degree=2) == 4
+    with pytest.raises(ValueError, match="microbatch_size = 3: does not divide the 8 rows"):
+        micro_batches(config, dp_degree=3)
+    halves = run_config(
+        training={"local_batch_size": 6, "global_batch_size": 24},
+        parallelism={"pipeline_parallel_microbatch_size": 3},
+    )
+    assert micro_batches(halves, dp_degree=2) == 2
 
 
 GPIPE = "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1\n"

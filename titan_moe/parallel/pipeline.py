@@ -33,6 +33,9 @@ class Pipeline:
 
     Training runs a schedule of torch's; validation, which has nothing to go back for, its own
     order: stage after stage, each over all micro-batches. Loss comes out where the head is.
+
+    Gradients are reduced when the last micro-batch is through, over HSDP's replicas too: once per
+    call, whatever the engine asks of replicas, as torch's stages switch both reductions together.
     """
 
     def __init__(
