@@ -77,13 +77,13 @@ def test_torch_takes_what_the_table_takes_and_nothing_else(
     for ranks in (2, 3, 4):
         for per_rank in (1, 2, 3):
             section = section_of(name, ranks, pipeline_parallel_stages_per_rank=per_rank)
-            for micro_batches in range(1, 14):
-                schedule = torch_takes(name, ranks, per_rank, micro_batches)
+            for count in range(1, 14):
+                schedule = torch_takes(name, ranks, per_rank, count)
                 try:
-                    fault = micro_batches_fault(section, micro_batches)
+                    fault = micro_batches_fault(section, count)
                 except ValueError as error:
                     fault = str(error)
-                assert (schedule is None) == (fault is not None), (section, micro_batches, fault)
+                assert (schedule is None) == (fault is not None), (section, count, fault)
                 if schedule is not None and not isinstance(schedule, PipelineScheduleSingle):
                     theirs = schedule.stage_index_to_group_rank
                     assert list(stage_ranks(section)) == [theirs[s] for s in sorted(theirs)]
