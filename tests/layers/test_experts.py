@@ -46,9 +46,7 @@ def run(
     weights_TK = torch.rand(ids_TK.shape, generator=generator).requires_grad_()
     dispatcher = LocalDispatcher(E)
     rows_RD, row_weights_R, offsets_E, handle = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-    out_TD = dispatcher.combine(
-        experts(rows_RD, offsets_E).float() * row_weights_R[:, None], handle
-    )
+    out_TD = dispatcher.combine(experts(rows_RD, offsets_E, row_weights_R), handle)
     out_TD.square().sum().backward()
     leaves = [x_TD, weights_TK, experts.gate, experts.up, experts.down]
     return [out_TD.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -87,7 +85,7 @@ def test_loop_equals_one_token_at_a_time() -> None:
     dispatcher = LocalDispatcher(E)
     experts.backend = "loop"
     rows_RD, row_weights_R, offsets_E, handle = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-    out_TD = dispatcher.combine(experts(rows_RD, offsets_E) * row_weights_R[:, None], handle)
+    out_TD = dispatcher.combine(experts(rows_RD, offsets_E, row_weights_R), handle)
     for t in range(T):
         expected_D = torch.zeros(D)
         for k in range(K):

@@ -31,9 +31,12 @@ def experts(limit: int | None) -> Experts:
     return model
 
 
-def rows_of(sizes: list[int]) -> tuple[Tensor, Tensor]:
+def rows_of(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """What experts are given: rows, where each expert's end, and the rows' weights."""
     rows_RD = torch.randn(sum(sizes), D, generator=torch.Generator().manual_seed(2))
-    return rows_RD.requires_grad_(), torch.tensor(sizes).cumsum(0).to(torch.int32)
+    weights_R = torch.rand(sum(sizes), generator=torch.Generator().manual_seed(3))
+    ends_E = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    return rows_RD.requires_grad_(), ends_E, weights_R.requires_grad_()
 
 
 def held(run: Callable[[], Tensor], model: nn.Module) -> tuple[int, int]:
@@ -81,12 +84,15 @@ def held(run: Callable[[], Tensor], model: nn.Module) -> tuple[int, int]:
 def test_chunks_change_nothing(sizes: list[int]) -> None:
     results = []
     for limit in (LIMIT, None):
-        model, (rows_RD, offsets_E) = experts(limit), rows_of(sizes)
-        out_RD = model(rows_RD, offsets_E)
+        model, given = experts(limit), rows_of(sizes)
+        out_RD = model(*given)
         out_RD.backward(torch.linspace(-1, 1, out_RD.numel()).view_as(out_RD))
-        results.append([out_RD, rows_RD.grad, *(p.grad for p in model.parameters())])
+        rows_RD, _, weights_R = given
+        results.append(
+            [out_RD, rows_RD.grad, weights_R.grad, *(p.grad for p in model.parameters())]
+        )
         with torch.no_grad():
-            assert torch.equal(model(rows_RD, offsets_E), out_RD)
+            assert torch.equal(model(*given), out_RD)
     for chunked, plain in zip(*results, strict=True):
         assert chunked is not None
         assert plain is not None
@@ -95,14 +101,15 @@ def test_chunks_change_nothing(sizes: list[int]) -> None:
 
 def test_what_is_held_does_not_grow_with_the_rows() -> None:
     for rows in (60, 600):
-        rows_RD, offsets_E = rows_of([0, rows, 0, 0, 0])
+        given = rows_of([0, rows, 0, 0, 0])
         plain, chunked = experts(None), experts(LIMIT)
-        kept, alive = held(lambda m=plain, x=rows_RD, o=offsets_E: m(x, o), plain)
-        assert kept >= 4 * rows * F * FP32  # two projections, silu of one, and their product
+        kept, alive = held(lambda m=plain, g=given: m(*g), plain)
+        # Two projections, silu of one, and their product; and what comes out, to weigh.
+        assert kept >= rows * (4 * F + D) * FP32
         assert alive == rows
-        kept, alive = held(lambda m=chunked, x=rows_RD, o=offsets_E: m(x, o), chunked)
+        kept, alive = held(lambda m=chunked, g=given: m(*g), chunked)
         offsets = -(-rows // LIMIT) * E  # of each chunk
-        assert kept <= (rows * D + offsets) * FP32
+        assert kept <= (rows * (D + 1) + offsets) * FP32  # rows and weights as they came in
         assert LIMIT <= alive <= 2 * LIMIT
 
 
@@ -119,8 +126,7 @@ def test_below_the_limit_nothing_is_recomputed() -> None:
         patch.setattr(torch.nn.functional, "silu", counting)
         for rows, expected in ((LIMIT, 1), (LIMIT + 1, 4)):
             calls = 0
-            rows_RD, offsets_E = rows_of([0, rows, 0, 0, 0])
-            model(rows_RD, offsets_E).square().sum().backward()
+            model(*rows_of([0, rows, 0, 0, 0])).square().sum().backward()
             assert calls == expected
 
 

@@ -32,11 +32,16 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
         self.inits = {name: Normal(std) for name in ("gate", "up", "down")}
 
-    def forward(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
-        """rows_RD, sorted by expert; offsets_E, int32: where each expert's rows end.
+    def forward(self, rows_RD: Tensor, offsets_E: Tensor, row_weights_R: Tensor) -> Tensor:
+        """[R, D], fp32: each row's result times its weight, fp32.
 
-        The last offset must be R: rows past it would come back uninitialised.
+        rows_RD, sorted by expert; offsets_E, int32: where each expert's rows end. The last must be
+        R: rows past it would come back uninitialised.
         """
+        outputs_RD = self._outputs(rows_RD, offsets_E)
+        return outputs_RD.float() * row_weights_R[:, None]
+
+    def _outputs(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
         if self.backend == "loop":
             return self._loop(rows_RD, offsets_E)
         gate_RF = grouped_mm(rows_RD, self.gate, offsets_E)

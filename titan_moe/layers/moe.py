@@ -90,8 +90,7 @@ class MoE(FixedDtype):
         rows_RD, row_weights_R, offsets_E, handle = self.dispatcher.dispatch(
             x_TD, expert_ids_TK, weights_TK
         )
-        outputs_RD = self.experts(rows_RD, offsets_E)
-        weighted_RD = outputs_RD.float() * row_weights_R[:, None]
+        weighted_RD = self.experts(rows_RD, offsets_E, row_weights_R)
         out_BSD = self.dispatcher.combine(weighted_RD, handle).view(x_BSD.shape).to(x_BSD.dtype)
 
         if self.shared is not None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -43,7 +44,11 @@ def apply_fsdp(
                 [model.get_submodule(name) for name in names],
                 mesh=mesh,
                 reshard_after_forward=reshard,
-                mp_policy=_precision(unit.precision, training),
+                mp_policy=replace(
+                    _precision(unit.precision, training),
+                    # Rows come in the activations' dtype, and their fp32 weights must stay fp32.
+                    cast_forward_inputs=unit.mesh == "dense",
+                ),
                 shard_placement_fn=partial(_dimension, mesh.size(-1)),
             )
             wrapped |= set(names)

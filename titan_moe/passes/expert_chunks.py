@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def apply_expert_chunks(model: nn.Module, section: Parallelism) -> None:
     """Above `max_expert_tokens` rows, experts keep what they computed of one chunk at a time.
 
-    What lies inside an expert grows with the chunk then, and only the rows in and out with R.
+    What an expert computes grows with the chunk then, and only the rows that come in with R.
     Nothing is dropped, and up to that many rows nothing changes. A stage of a pipeline may be
     without experts.
 
@@ -40,11 +40,12 @@ def apply_expert_chunks(model: nn.Module, section: Parallelism) -> None:
 def _compute_in_chunks(experts: Experts, limit: int) -> None:
     forward = experts.forward
 
-    def in_chunks(rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
+    def in_chunks(rows_RD: Tensor, offsets_E: Tensor, row_weights_R: Tensor) -> Tensor:
         if len(rows_RD) <= limit:
-            return forward(rows_RD, offsets_E)
+            return forward(rows_RD, offsets_E, row_weights_R)
         outputs = []
-        for chunk, rows_rD in enumerate(rows_RD.split(limit)):
+        chunks = zip(rows_RD.split(limit), row_weights_R.split(limit), strict=True)
+        for chunk, (rows_rD, weights_r) in enumerate(chunks):
             # A chunk has the end of one expert's rows, the whole of others', the beginning of one.
             ends_E = (offsets_E - chunk * limit).clamp(0, len(rows_rD))
             outputs.append(
@@ -52,6 +53,7 @@ def _compute_in_chunks(experts: Experts, limit: int) -> None:
                     forward,
                     rows_rD,
                     ends_E,
+                    weights_r,
                     use_reentrant=False,
                     preserve_rng_state=False,  # nothing in it is random
                 )
