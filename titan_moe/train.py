@@ -141,6 +141,7 @@ class Trainer:
                 tokens_seen=self.tokens_seen,
                 counts_LE=counts_LE,
                 biases_LE=self.engine.selection_biases(),
+                dispatch_bytes=self.engine.dispatch_bytes(),
             )
 
     def _validate(self, done: Sequence[str] = ()) -> None:

@@ -82,6 +82,21 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
             f"{TOLD}microbatch_size = 4: does not divide training.local_batch_size 2",
         ),
     ],
+    "weights stay for both parts": [
+        (
+            [
+                f"{PP}2",
+                "--model.num_layers=4",
+                f"{KEY}schedule=DualPipeV",
+                "--training.local_batch_size=4",
+                "--training.global_batch_size=4",
+                "--parallelism.fsdp_reshard_after_forward=always",
+            ],
+            2,
+            'command line: parallelism.fsdp_reshard_after_forward = "always": DualPipeV takes '
+            'backward in two parts; use "default" or "never"',
+        ),
+    ],
     "schedule takes micro-batches": [
         (
             [f"{PP}2", f"{KEY}microbatch_size=2"],

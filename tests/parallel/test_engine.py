@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from recipes.deepseek_v3 import RECIPE
 from tests.parity.cases import Case, config_of
@@ -153,3 +154,35 @@ def test_ranks_agree_and_a_dense_model_trains(pool: Pool) -> None:
         assert (flagged, quiet, counts) == (True, False, [0, 0])
         assert math.isfinite(norm)
         assert norm > 0.0
+
+
+def sent_and_said(case: Case, steps: int) -> tuple[int, dict[str, int] | None]:
+    """Bytes that this rank's all-to-alls sent to others in the last step; what the engine says."""
+    engine, meshes = build(case)
+    rank, sent, all_to_all = meshes.expert.get_local_rank(), 0, dist.all_to_all_single
+
+    def watched(
+        out: Tensor, given: Tensor, arriving: list[int], splits: list[int], **group: Any
+    ) -> Any:
+        nonlocal sent
+        row_bytes = given[:1].numel() * given.element_size()
+        sent += row_bytes * (sum(splits) - splits[rank])
+        return all_to_all(out, given, arriving, splits, **group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", watched)
+        for step in range(steps):
+            for parameter in engine.parameters():
+                parameter.grad = None
+            sent = 0
+            engine.forward_backward(rows_of(batch_of_step(step), meshes))
+    return sent, engine.dispatch_bytes()
+
+
+def test_bytes_of_the_last_step(pool: Pool) -> None:
+    for case, world in ((Case(shards=2, ep=2), 2), (Case(shards=2, ep=2, pp=2), 4)):
+        answers = pool.run(world, sent_and_said, case, 2)
+        total = sum(sent for sent, _ in answers)
+        assert total > 0
+        assert [said for _, said in answers] == [{"inside": total, "across": 0}] * world
+    assert pool.run(1, sent_and_said, Case(), 1) == [(0, None)]

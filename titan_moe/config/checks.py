@@ -47,6 +47,7 @@ from titan_moe.config.checks_pipeline import (
     schedule_takes_micro_batches,
     schedule_takes_stages,
     stages_have_layers,
+    weights_stay_for_both_parts,
 )
 from titan_moe.config.errors import Fault
 from titan_moe.config.keys import path_of, toml_text
@@ -258,6 +259,11 @@ CHECKS = (
         "schedule takes micro-batches",
         "its order of work is made for such numbers; GPipe's takes any",
         schedule_takes_micro_batches,
+    ),
+    Check(
+        "weights stay for both parts",
+        "the second part of backward needs the weights that the first has",
+        weights_stay_for_both_parts,
     ),
     Check(
         "order can be run",

@@ -5,7 +5,12 @@ from collections.abc import Iterator
 
 from titan_moe.config.checks_parallel import data_parallel_degree
 from titan_moe.config.errors import Fault
-from titan_moe.config.schedules import SCHEDULES, micro_batches_fault, num_stages
+from titan_moe.config.schedules import (
+    SCHEDULES,
+    micro_batches_fault,
+    num_stages,
+    splits_backward,
+)
 from titan_moe.config.sections import Parallelism, RunConfig
 
 Faults = Iterator[Fault]
@@ -119,6 +124,20 @@ def _micro_batches_of(config: RunConfig, world: int | None, key: str) -> Faults:
         return
     if fault:
         yield Fault(key, f"{shown} in micro-batches of {size}: {fault}")
+
+
+def weights_stay_for_both_parts(config: RunConfig, world: int | None) -> Faults:
+    section = config.parallelism
+    key = "parallelism.fsdp_reshard_after_forward"
+    if section.fsdp_reshard_after_forward != "always":
+        return
+    try:
+        splits = splits_backward(section)
+    except (OSError, ValueError, csv.Error):  # an order that cannot be read is told as such
+        return
+    if splits:
+        order = section.pipeline_parallel_schedule_csv or section.pipeline_parallel_schedule
+        yield Fault(key, f'{order} takes backward in two parts; use "default" or "never"')
 
 
 def order_can_be_run(config: RunConfig, world: int | None) -> Faults:

@@ -17,6 +17,7 @@ from titan_moe.layers.head import IGNORED_LABEL
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.context import SequenceSlices
+from titan_moe.parallel.expert import reset_traffic, traffic_of
 from titan_moe.parallel.fsdp import fsdp_modules
 from titan_moe.parallel.norm import clip_grads, grad_norm
 from titan_moe.parallel.pending import PendingSums
@@ -113,6 +114,7 @@ class Engine:
         )
         if valid_tokens == 0:
             raise ValueError("a step without a single valid token: its loss is not defined")
+        reset_traffic(self.parts)
         for moe in self._moes.values():
             moe.counts.zero_()
             moe.balance_loss_sum.zero_()
@@ -182,6 +184,20 @@ class Engine:
         """The selection biases of the whole model's routers, fp32 [L, E] in order of layers."""
         own = {name: moe.router.selection_bias for name, moe in self._moes.items()}
         return self._over_layers(own, torch.float32, self._meshes.pipeline.get_group())
+
+    def dispatch_bytes(self) -> dict[str, int] | None:
+        """What dispatchers sent since the last step began, over all ranks; None if all is local.
+
+        inside: to ranks of the sender's fast domain (`scale_up_size`; without it, all there are).
+        across: to all others.
+        """
+        if self._meshes.layout.ep == 1:
+            return None
+        own = traffic_of(self.parts)
+        total = torch.tensor([own.inside, own.across], device=self._device)
+        dist.all_reduce(total)
+        inside, across = total.tolist()
+        return {"inside": inside, "across": across}
 
     def num_parameters(self) -> int:
         """Of the whole model."""

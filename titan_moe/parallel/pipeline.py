@@ -55,12 +55,8 @@ class Pipeline:
         self._parts: list[Any] = list(parts)
         self._stages = stages
         self._section = section = config.parallelism
-        if splits_backward(section) and section.fsdp_reshard_after_forward == "always":
-            raise ValueError(
-                'parallelism.fsdp_reshard_after_forward = "always": '
-                f"{section.pipeline_parallel_schedule} splits backward, and needs the weights of "
-                f'forward in both parts; use "never"'
-            )
+        keeps_weights = section.fsdp_reshard_after_forward != "always"
+        assert keeps_weights or not splits_backward(section), "gradients would be lost"
         self._holders = stage_ranks(section)
         self._group = meshes.pipeline.get_group()
         self._rank = meshes.pipeline.get_local_rank()
