@@ -36,6 +36,8 @@ class Sharding:
     gather_inputs: modules whose first argument is gathered from the ranks' own tokens.
     gather_outputs: linears that each rank applies to its own tokens, and whose outputs are
         gathered: right where they are narrower, as the latents of attention are.
+    residual: modules in such a parent that act outside of what is split, on the residual stream
+        (a norm after the rowwise linear). The first step finds out if one was forgotten.
 
     Embedding, output and loss are split by vocabulary, and routed experts by expert, without being
     named; all other weights are whole on every tensor-parallel rank.
@@ -46,6 +48,7 @@ class Sharding:
     rowwise: tuple[str, ...] = ()
     gather_inputs: tuple[str, ...] = ()
     gather_outputs: tuple[str, ...] = ()
+    residual: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -129,12 +129,16 @@ def test_bytes_of_dispatch(tmp_path: Path) -> None:
         tokens_seen=32,
         counts_LE=COUNTS_LE,
         biases_LE=None,
-        dispatch_bytes={"inside": 3 << 40, "across": 0},
+        dispatch_bytes={"total": 3 << 40, "inside": 3 << 40, "across": None},
     )
     train(metrics, 2, 5)
     metrics.close()
     with_bytes, without = records(tmp_path / "tiny" / "metrics.jsonl")
-    assert with_bytes["dispatch_bytes"] == {"inside": 3 << 40, "across": 0}
+    assert with_bytes["dispatch_bytes"] == {
+        "total": 3 << 40,
+        "inside": 3 << 40,
+        "across": None,
+    }
     assert without["dispatch_bytes"] is None
     curves = EventAccumulator(str(tmp_path / "tiny" / "tb")).Reload()
     assert curves.Scalars("dispatch_bytes/inside")[0].value == 3 << 40

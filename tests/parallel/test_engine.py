@@ -156,7 +156,7 @@ def test_ranks_agree_and_a_dense_model_trains(pool: Pool) -> None:
         assert norm > 0.0
 
 
-def sent_and_said(case: Case, steps: int) -> tuple[int, dict[str, int] | None]:
+def sent_and_said(case: Case, steps: int) -> tuple[int, dict[str, int | None] | None]:
     """Bytes that this rank's all-to-alls sent to others in the last step; what the engine says."""
     engine, meshes = build(case)
     rank, sent, all_to_all = meshes.expert.get_local_rank(), 0, dist.all_to_all_single
@@ -180,9 +180,16 @@ def sent_and_said(case: Case, steps: int) -> tuple[int, dict[str, int] | None]:
 
 
 def test_bytes_of_the_last_step(pool: Pool) -> None:
-    for case, world in ((Case(shards=2, ep=2), 2), (Case(shards=2, ep=2, pp=2), 4)):
-        answers = pool.run(world, sent_and_said, case, 2)
+    for case in (
+        Case(shards=2, ep=2),
+        Case(shards=2, ep=2, scale_up=1),
+        Case(shards=2, ep=2, pp=2, scale_up=2),
+    ):
+        answers = pool.run(case.world, sent_and_said, case, 2)
         total = sum(sent for sent, _ in answers)
         assert total > 0
-        assert [said for _, said in answers] == [{"inside": total, "across": 0}] * world
+        across = {None: None, 1: total, 2: 0}[case.scale_up]
+        inside = None if across is None else total - across
+        expected = {"total": total, "inside": inside, "across": across}
+        assert [said for _, said in answers] == [expected] * case.world
     assert pool.run(1, sent_and_said, Case(), 1) == [(0, None)]

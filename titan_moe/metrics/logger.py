@@ -36,7 +36,7 @@ class MetricsLogger:
     Keys of a step's record, in metrics.jsonl: step, attempt, loss, balance_loss, mtp_loss,
     grad_norm, lr, tokens_seen, tokens_per_second, tokens_per_second_per_device, tflops_per_device,
     mfu, mfu_peak_tflops, data_seconds, step_seconds, memory_peak_gib, moe {max_violation,
-    dead_experts, entropy, bias_range}, and dispatch_bytes {inside, across}. null: unknown, not
+    dead_experts, entropy, bias_range}, dispatch_bytes {total, inside, across}. null: unknown, not
     finite, or not there. Speeds are means since the last logged step, without validation and
     saving; memory is rank 0's. All but times and memory is the same whenever the run is repeated.
     """
@@ -104,15 +104,15 @@ class MetricsLogger:
         counts_LE: Tensor | None,
         biases_LE: Tensor | None,
         mtp_loss: Tensor | float | None = None,
-        dispatch_bytes: dict[str, int] | None = None,
+        dispatch_bytes: dict[str, int | None] | None = None,
     ) -> None:
         """Report a step that `is_logged` and has ended.
 
         loss: token mean of cross-entropy alone. grad_norm: before clipping.
         counts_LE: int64, tokens that each expert received in the whole step; None without experts.
         biases_LE: their selection biases, if any.
-        dispatch_bytes: what experts' tokens made all ranks send in this step, "inside" fast domains
-            and "across" them; None without expert parallelism.
+        dispatch_bytes: what experts' tokens made all ranks send in this step, in "total", "inside"
+            fast domains and "across" them; None: unknown, or without expert parallelism.
         """
         if not self._writes:
             return

@@ -78,6 +78,7 @@ class Engine:
         self._meshes = meshes
         self._rows = config.training.rows_per_micro_batch(meshes.dp_degree)
         self._validation_rows = config.validation.local_batch_size or self._rows
+        self._has_domains = config.parallelism.scale_up_size is not None
         self._slices = SequenceSlices.of(meshes, config.parallelism)
         self._pending = PendingSums.of(parts, meshes)
         # All ranks of a tp group have the same loss: one of them speaks for it.
@@ -185,19 +186,22 @@ class Engine:
         own = {name: moe.router.selection_bias for name, moe in self._moes.items()}
         return self._over_layers(own, torch.float32, self._meshes.pipeline.get_group())
 
-    def dispatch_bytes(self) -> dict[str, int] | None:
-        """What dispatchers sent since the last step began, over all ranks; None if all is local.
+    def dispatch_bytes(self) -> dict[str, int | None] | None:
+        """What dispatchers sent since the last step began, over all ranks: total, inside, across.
 
-        inside: to ranks of the sender's fast domain (`scale_up_size`; without it, all there are).
-        across: to all others.
+        inside: to ranks of the sender's fast domain, across: to all others; None without
+        `scale_up_size`. None at all if nothing is sent, or a dispatcher does not count.
         """
-        if self._meshes.layout.ep == 1:
-            return None
         own = traffic_of(self.parts)
-        total = torch.tensor([own.inside, own.across], device=self._device)
-        dist.all_reduce(total)
-        inside, across = total.tolist()
-        return {"inside": inside, "across": across}
+        if self._meshes.layout.ep == 1 or not all(gather(own is not None)):
+            return None
+        assert own is not None
+        sums = torch.tensor([own.inside, own.across], device=self._device)
+        dist.all_reduce(sums)
+        inside, across = sums.tolist()
+        if self._has_domains:
+            return {"total": inside + across, "inside": inside, "across": across}
+        return {"total": inside + across, "inside": None, "across": None}
 
     def num_parameters(self) -> int:
         """Of the whole model."""

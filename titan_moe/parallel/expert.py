@@ -5,7 +5,7 @@ import logging
 from torch import nn
 
 from titan_moe.config.sections import Parallelism
-from titan_moe.layers.dispatcher import Dispatcher
+from titan_moe.layers.dispatcher import Dispatcher, LocalDispatcher
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.dispatch_flat import FlatDispatcher
@@ -49,10 +49,15 @@ def apply_expert_parallel(
     )
 
 
-def traffic_of(parts: list[nn.Module]) -> Traffic:
-    """Bytes that this rank's dispatchers sent to other ranks since their counts were reset."""
+def traffic_of(parts: list[nn.Module]) -> Traffic | None:
+    """Bytes that this rank's dispatchers sent to other ranks since their counts were reset.
+
+    None if there is a dispatcher among them that does not count.
+    """
     total = Traffic()
     for traffic in _traffic(parts):
+        if traffic is None:
+            return None
         total.inside += traffic.inside
         total.across += traffic.across
     return total
@@ -60,13 +65,18 @@ def traffic_of(parts: list[nn.Module]) -> Traffic:
 
 def reset_traffic(parts: list[nn.Module]) -> None:
     for traffic in _traffic(parts):
-        traffic.reset()
+        if traffic is not None:
+            traffic.reset()
 
 
-def _traffic(parts: list[nn.Module]) -> list[Traffic]:
-    """Of the dispatchers that count; the local one sends nothing."""
+def _traffic(parts: list[nn.Module]) -> list[Traffic | None]:
+    """Of each dispatcher; None of one that does not count. The local one sends nothing."""
     dispatchers = [m.dispatcher for part in parts for m in part.modules() if isinstance(m, MoE)]
-    return [d.traffic for d in dispatchers if isinstance(d, CountsBytes)]
+    return [
+        d.traffic if isinstance(d, CountsBytes) else None
+        for d in dispatchers
+        if not isinstance(d, LocalDispatcher)
+    ]
 
 
 def _split(splitter: Splitter, moe: MoE, name: str) -> None:
@@ -83,8 +93,10 @@ def _split(splitter: Splitter, moe: MoE, name: str) -> None:
 def _dispatcher(moe: MoE, meshes: Meshes, section: Parallelism) -> Dispatcher:
     group, domain, traffic = meshes.expert.get_group(), section.scale_up_size, Traffic()
     experts, forced_balance = moe.router.num_experts, moe.force_balance
-    if section.expert_parallel_comm_backend == "flat":
+    backend = section.expert_parallel_comm_backend
+    if backend == "flat":
         return FlatDispatcher(Wire(group, domain, traffic), experts, forced_balance=forced_balance)
+    assert backend == "two_tier", f'the backend "{backend}" has no dispatcher here'
     if domain is None or meshes.layout.ep % domain:
         raise ValueError(
             f'parallelism.expert_parallel_comm_backend = "two_tier": scale_up_size is {domain}, '

@@ -45,19 +45,24 @@ class Splitter:
             self._done[whole] = nn.Parameter(placed, requires_grad=whole.requires_grad)
         module.register_parameter(name, self._done[whole])
         _see_local(module, name, self.mesh)
-        if partial:
-            names: set[str] = module.__dict__.setdefault("partial_gradients", set())
-            names.add(name)
+        if isinstance(placement, Replicate):
+            replicated: dict[str, bool] = module.__dict__.setdefault("replicated", {})
+            replicated[name] = partial
+
+
+def replicated_parameters(model: nn.Module) -> dict[nn.Parameter, bool]:
+    """Those that every rank of a mesh holds whole, and whether their gradients are shares."""
+    found = {
+        module._parameters[name]: partial
+        for module in model.modules()
+        for name, partial in module.__dict__.get("replicated", {}).items()
+    }
+    return {parameter: partial for parameter, partial in found.items() if parameter is not None}
 
 
 def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters whose gradients are still to be added up over the mesh that split them."""
-    found = [
-        module._parameters[name]
-        for module in model.modules()
-        for name in sorted(module.__dict__.get("partial_gradients", ()))
-    ]
-    return [parameter for parameter in dict.fromkeys(found) if parameter is not None]
+    """The parameters whose gradients are still to be added up over the mesh."""
+    return [parameter for parameter, partial in replicated_parameters(model).items() if partial]
 
 
 def _see_local(module: nn.Module, name: str, mesh: DeviceMesh) -> None:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.initialise import unwrapped
-from titan_moe.parallel.local import partial_parameters
+from titan_moe.parallel.local import replicated_parameters
+from titan_moe.parallel.shares import check_shares
 from titan_moe.world import gather
 
 
@@ -33,18 +34,23 @@ class PendingSums:
 
     def __init__(
         self,
-        over_tp: list[nn.Parameter],
+        replicated: dict[str, tuple[nn.Parameter, bool]],
         tp_group: dist.ProcessGroup,
         over_pp: list[SharedWeight],
         copies: dict[nn.Parameter, int],
     ) -> None:
-        self._over_tp, self._tp_group, self._over_pp = over_tp, tp_group, over_pp
+        """replicated: by name, what every tp rank holds whole, and whether gradients are shares."""
+        self._replicated, self._tp_group, self._over_pp = replicated, tp_group, over_pp
+        self._checked = dist.get_world_size(tp_group) == 1
         self.copies = copies
 
     @classmethod
     def of(cls, parts: list[nn.Module], meshes: Meshes) -> "PendingSums":
         """Collective: stages find out what they share. After FSDP, which replaces parameters."""
-        over_tp = [parameter for part in parts for parameter in partial_parameters(part)]
+        replicated: dict[str, tuple[nn.Parameter, bool]] = {}
+        for part in parts:
+            partial = replicated_parameters(part)
+            replicated |= {n: (p, partial[p]) for n, p in part.named_parameters() if p in partial}
         own: dict[str, list[nn.Parameter]] = {}
         for part in parts:
             for name, parameter in part.named_parameters():
@@ -62,12 +68,25 @@ class PendingSums:
             group = dist.new_group(holders, use_local_synchronization=True)
             over_pp.append(SharedWeight(own[name], group if len(holders) > 1 else None))
             copies |= dict.fromkeys(own[name], sum(held))
-        return cls(over_tp, meshes.tensor.get_group(), over_pp, copies)
+        return cls(replicated, meshes.tensor.get_group(), over_pp, copies)
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """In place, in `.grad`. Once per step: a second call would add the sums up again."""
-        slices = [local_gradient(p) for p in self._over_tp if p.grad is not None]
+        """In place, in `.grad`. Once per step: a second call would add the sums up again.
+
+        Raises:
+            ValueError: in the first step, a gradient that is no share, or is one, against what the
+                recipe's sharding made of it.
+        """
+        gradients = {
+            name: (local_gradient(parameter), partial)
+            for name, (parameter, partial) in self._replicated.items()
+            if parameter.grad is not None
+        }
+        if not self._checked:
+            check_shares(gradients, self._tp_group)
+            self._checked = True
+        slices = [gradient for gradient, partial in gradients.values() if partial]
         for of_dtype in _by_dtype(slices):
             _all_reduce(of_dtype, self._tp_group)
         for shared in self._over_pp:

@@ -74,7 +74,7 @@ def apply_tensor_parallel(
     moes = [name for name, module in names.items() if isinstance(module, MoE)]
     rowwise = [name for name in names if fits(name, sharding.rowwise)]
     regions = {name.rpartition(".")[0] for name in rowwise}
-    own_token_linears = [name for name in names if fits(name, sharding.gather_outputs)]
+    outside = (*sharding.gather_outputs, *sharding.residual)
     dims = dict.fromkeys(rowwise, 1)
     dims |= {name: 0 for name in names if fits(name, sharding.colwise)}
     dims |= {name: 0 for name, module in names.items() if isinstance(module, Embedding)}
@@ -83,7 +83,7 @@ def apply_tensor_parallel(
 
     for name, module in names.items():
         # Where every rank has all tokens, but some heads or columns: gradients are shares.
-        inside = any(_is_in(name, region) for region in regions) and name not in own_token_linears
+        inside = any(_is_in(name, region) for region in regions) and not fits(name, outside)
         by_token = any(_is_in(name, moe) for moe in moes)
         stream = own_tokens if by_token else residual
         if name in dims:
@@ -93,7 +93,7 @@ def apply_tensor_parallel(
                 splitter.replicate(module, parameter, partial=inside or stream.split)
         if fits(name, sharding.gather_inputs):
             module.register_forward_pre_hook(_gather_input(stream))
-        if name in own_token_linears:
+        if fits(name, sharding.gather_outputs):
             module.register_forward_hook(_gather_output(stream))
         if name in rowwise:
             module.register_forward_hook(_sum_output(stream))
