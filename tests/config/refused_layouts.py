@@ -106,6 +106,12 @@ REFUSED_LAYOUTS: dict[str, list[tuple[list[str], int | None, str]]] = {
             "tensor_parallel_degree 2",
         ),
         (
+            [f"{TP}2", "--training.seq_len=63", "--model.num_dense_layers=2"],
+            None,
+            "command line: training.seq_len = 63: 63 tokens, not a multiple of "
+            "tensor_parallel_degree 2",
+        ),
+        (
             [f"{CP}2", "--training.seq_len=62"],
             None,
             "command line: training.seq_len = 62: not a multiple of "

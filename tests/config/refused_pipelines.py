@@ -18,6 +18,8 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
             ("microbatch_size", "3", "3"),
             ("stages_per_rank", "1", "1"),
             ("layers", "[1, 1]", "[1, 1]"),
+            ("first_stage_less_layers", "0", "0.0"),
+            ("last_stage_less_layers", "2.5", "2.5"),
         )
     ],
     "one plan of stages": [
@@ -57,7 +59,7 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
         (
             [f"{PP}4", f"{KEY}schedule=GPipe"],
             4,
-            f"{TOLD}degree = 4: 4 ranks with 1 stages each have 4, more than model.num_layers 2",
+            f"{TOLD}degree = 4: 4 ranks with 1 stage each have 4, more than model.num_layers 2",
         ),
         (
             [f"{PP}2", f"{KEY}schedule=LoopedBFS"],
@@ -73,6 +75,15 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
             [f"{PP}2", "--model.num_layers=6", f"{KEY}layers=[2, 3]"],
             None,
             f"{TOLD}layers = [2, 3]: 2 + 3 = 5, but model.num_layers is 6",
+        ),
+        *(
+            (
+                [f"{PP}2", f"{KEY}{end}_stage_less_layers=2.5"],
+                None,
+                f"{TOLD}{end}_stage_less_layers = 2.5: more than model.num_layers 2, what all "
+                "blocks cost",
+            )
+            for end in ("first", "last")
         ),
     ],
     "micro-batches are whole": [
@@ -101,13 +112,13 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
         (
             [f"{PP}2", f"{KEY}microbatch_size=2"],
             2,
-            f"{TOLD}degree = 2: training.local_batch_size 2 in micro-batches of 2: "
+            f"{TOLD}microbatch_size = 2: training.local_batch_size 2 in micro-batches of 2: "
             "1F1B needs a micro-batch per stage, but has 1 for 2 stages",
         ),
         (
             [f"{PP}2", f"{KEY}schedule=DualPipeV", "--model.num_layers=4"],
             2,
-            f"{TOLD}degree = 2: training.local_batch_size 2 in micro-batches of 1: "
+            "tiny.toml: training.local_batch_size = 2: 2 in micro-batches of 1: "
             "DualPipeV needs a micro-batch per stage, but has 2 for 4 stages",
         ),
         *(
@@ -120,7 +131,7 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
                     "--training.global_batch_size=10",
                 ],
                 None,
-                f"{TOLD}degree = 2: training.local_batch_size 5 in micro-batches of 1: "
+                "command line: training.local_batch_size = 5: 5 in micro-batches of 1: "
                 f"{name} goes in 5 // 2 ranks = 2 rounds, "
                 "which do not divide the 5 micro-batches; a multiple of 2 does",
             )
@@ -147,7 +158,7 @@ REFUSED_PIPELINES: dict[str, list[tuple[list[str], int | None, str]]] = {
         (
             [f"{PP}2", "--model.num_layers=1", f"{KEY}schedule_csv=order.csv"],
             None,
-            f"{TOLD}degree = 2: 2 ranks with 1 stages each have 2, more than model.num_layers 1",
+            f"{TOLD}degree = 2: 2 ranks with 1 stage each have 2, more than model.num_layers 1",
         ),
         (
             [f"{PP}2", "--training.local_batch_size=4", f"{KEY}schedule_csv=order.csv"],

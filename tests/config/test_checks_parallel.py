@@ -18,6 +18,7 @@ from titan_moe.config.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 PLAIN = "--training.document_mask=false"
+WHOLE_SEQUENCES = "--parallelism.sequence_parallel=false"
 
 
 def powers_of_two(largest_world: int) -> Iterator[tuple[int, ...]]:
@@ -53,8 +54,9 @@ def test_the_default_takes_any_layout_of_up_to_eight_processes(
     ("overrides", "world"),
     [
         ([f"{TP}2"], 2),
-        ([f"{TP}2", "--parallelism.sequence_parallel=false"], 4),
+        ([f"{TP}2", WHOLE_SEQUENCES], 4),
         ([f"{TP}2", "--model.intermediate_size=33"], 2),  # no layer is dense
+        ([f"{TP}2", "--training.seq_len=63", WHOLE_SEQUENCES, "--model.num_dense_layers=2"], 2),
         ([f"{TP}2", f"{SHARD}2", f"{EP}4"], 4),
         ([f"{EP}2", f"{REPLICATE}2"], 4),
         ([f"{CP}2", f"{EP}2"], 2),
@@ -72,6 +74,8 @@ def test_the_default_takes_any_layout_of_up_to_eight_processes(
         ([f"{TP}2", "--data.num_streams=1", "--training.global_batch_size=2"], 2),
         ([f"{TP}2", f"{DOMAIN}2"], 8),
         ([f"{TP}2", f"{DOMAIN}3"], 2),
+        ([f"{DOMAIN}3"], 4),  # a last domain that is not full
+        ([f"{EP}4", f"{DOMAIN}8"], 4),
         ([f"{TP}2", f"{DOMAIN}1", "--parallelism.tensor_parallel_across_domains=true"], 2),
         ([f"{EP}4", f"{DOMAIN}2", TWO_TIER], 4),
         ([f"{EP}4", f"{DOMAIN}1", TWO_TIER], 4),
@@ -85,7 +89,8 @@ def test_the_default_takes_any_layout_of_up_to_eight_processes(
         ([f"{PP}2", "--model.num_layers=4", f"{KEY}schedule=ZBVZeroBubble"], 2),
         ([f"{PP}2", f"{KEY}schedule=GPipe", f"{KEY}microbatch_size=2"], 2),
         ([f"{PP}2", f"{KEY}schedule_csv=order.csv"], 2),
-        ([f"{PP}2", f"{KEY}last_stage_less_layers=2.5"], 2),
+        ([f"{PP}2", f"{KEY}first_stage_less_layers=0"], 2),
+        ([f"{PP}2", f"{KEY}last_stage_less_layers=2"], 2),
     ],
 )
 def test_accepted(start: Path, overrides: list[str], world: int) -> None:
@@ -102,8 +107,8 @@ def test_rows_of_a_step_are_those_of_a_rank(message: Message) -> None:
     )
     deep = ("--model.num_layers=8", f"{PP}8")
     assert message(whole, "", *deep, world=16).startswith(
-        "command line: parallelism.pipeline_parallel_degree = 8: training.global_batch_size 8 / "
-        "2 data-parallel ranks = 4 in micro-batches of 1: "
+        "tiny.toml: training.global_batch_size = 8: 8 / 2 data-parallel ranks = 4 "
+        "in micro-batches of 1: "
         "1F1B needs a micro-batch per stage, but has 4 for 8 stages ("
     )
     load_config("tiny.toml", deep, world=8)

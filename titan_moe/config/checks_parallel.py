@@ -71,13 +71,17 @@ def experts_divide(config: RunConfig, world: int | None) -> Faults:
 
 def experts_are_there(config: RunConfig, world: int | None) -> Faults:
     model, section = config.model, config.parallelism
-    if model.num_dense_layers < model.num_layers:
+    if _has_experts(config):
         return
     layers = f"model.num_layers {model.num_layers} - num_dense_layers {model.num_dense_layers} = 0"
     if section.expert_parallel_degree > 1:
         yield Fault(EXPERT, f"{layers} layers have experts")
     if section.max_expert_tokens is not None:
         yield Fault("parallelism.max_expert_tokens", f"{layers} layers have experts")
+
+
+def _has_experts(config: RunConfig) -> bool:
+    return config.model.num_dense_layers < config.model.num_layers
 
 
 def widths_divide(config: RunConfig, world: int | None) -> Faults:
@@ -93,12 +97,13 @@ def widths_divide(config: RunConfig, world: int | None) -> Faults:
 def sequence_divides(config: RunConfig, world: int | None) -> Faults:
     section, tokens = config.parallelism, config.training.seq_len
     cp, tp = section.context_parallel_degree, section.tensor_parallel_degree
+    splits_tokens = section.sequence_parallel or _has_experts(config)
     chunks = 2 if cp > 1 and section.context_parallel_load_balancer == "headtail" else 1
     if tokens % (chunks * cp):
         degree = f"context_parallel_degree {cp}"
         halves = f"{chunks} headtail chunks * {degree} = {chunks * cp}"
         yield Fault("training.seq_len", f"not a multiple of {halves if chunks > 1 else degree}")
-    elif tokens // cp % tp:
+    elif splits_tokens and tokens // cp % tp:
         share = f"{tokens} / context_parallel_degree {cp} = {tokens // cp} tokens"
         whole = f"{tokens} tokens" if cp == 1 else share
         yield Fault("training.seq_len", f"{whole}, not a multiple of tensor_parallel_degree {tp}")

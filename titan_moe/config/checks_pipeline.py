@@ -37,7 +37,8 @@ def _given(section: Parallelism, *keys: str) -> Iterator[str]:
 
 def pipeline_is_there(config: RunConfig, world: int | None) -> Faults:
     if config.parallelism.pipeline_parallel_degree == 1:
-        for key in _given(config.parallelism, SCHEDULE, CSV, MICRO_BATCH, PER_RANK, LAYERS):
+        keys = (SCHEDULE, CSV, MICRO_BATCH, PER_RANK, LAYERS, *LESS_LAYERS)
+        for key in _given(config.parallelism, *keys):
             yield Fault(key, f"{DEGREE} is 1; raise it, or leave this out")
 
 
@@ -79,13 +80,17 @@ def _layers_of(config: RunConfig, stages: int) -> Faults:
     if ranks == 1:
         return
     if stages > layers:
-        product = f"{ranks} ranks with {stages / ranks:.4g} stages each have {stages}"
+        each = f"{stages / ranks:.4g} stage{'' if stages == ranks else 's'}"
+        product = f"{ranks} ranks with {each} each have {stages}"
         yield Fault(DEGREE, f"{product}, more than model.num_layers {layers}")
     if counts and len(counts) != stages:
         yield Fault(LAYERS, f"{len(counts)} numbers for {stages} stages")
     elif counts and sum(counts) != layers:
         total = " + ".join(map(str, counts))
         yield Fault(LAYERS, f"{total} = {sum(counts)}, but model.num_layers is {layers}")
+    for key in () if counts else _given(section, *LESS_LAYERS):
+        if getattr(section, key.removeprefix("parallelism.")) > layers:
+            yield Fault(key, f"more than model.num_layers {layers}, what all blocks cost")
 
 
 def micro_batches_are_whole(config: RunConfig, world: int | None) -> Faults:
@@ -109,8 +114,14 @@ def _rows(config: RunConfig, world: int | None) -> tuple[int | None, str]:
 
 
 def schedule_takes_micro_batches(config: RunConfig, world: int | None) -> Faults:
-    if config.parallelism.pipeline_parallel_schedule_csv is None:
-        yield from _micro_batches_of(config, world, DEGREE)
+    if config.parallelism.pipeline_parallel_schedule_csv is not None:
+        return
+    if config.parallelism.pipeline_parallel_microbatch_size > 1:
+        key = MICRO_BATCH
+    else:  # there cannot be more from so many rows
+        batch = "global" if config.training.local_batch_size is None else "local"
+        key = f"training.{batch}_batch_size"
+    yield from _micro_batches_of(config, world, key)
 
 
 def _micro_batches_of(config: RunConfig, world: int | None, key: str) -> Faults:
@@ -123,7 +134,7 @@ def _micro_batches_of(config: RunConfig, world: int | None, key: str) -> Faults:
     except ValueError:  # the schedule does not take its stages
         return
     if fault:
-        yield Fault(key, f"{shown} in micro-batches of {size}: {fault}")
+        yield Fault(key, f"{shown.removeprefix(key).strip()} in micro-batches of {size}: {fault}")
 
 
 def weights_stay_for_both_parts(config: RunConfig, world: int | None) -> Faults:
