@@ -236,7 +236,9 @@ class Parallelism(Section):
         "flat", description="two_tier: a token crosses between fast domains once per domain"
     )
     max_expert_tokens: PositiveInt | None = Field(
-        None, description="rows of one expert layer computed at once, more are recomputed in chunks"
+        None,
+        description="above so many rows at once an expert layer works in chunks and recomputes them "
+        "in backward; nothing is dropped",
     )
     context_parallel_degree: PositiveInt = Field(1, description="ranks that split each sequence")
     context_parallel_load_balancer: Literal["headtail", "none"] = Field(
@@ -253,7 +255,9 @@ class Parallelism(Section):
         "DualPipeV",
     ] = Field("1F1B", description="order of forward and backward over micro-batches")
     pipeline_parallel_schedule_csv: FilePath | None = Field(
-        None, description="file with an order of one's own, in place of a named schedule"
+        None,
+        description="an order of one's own in torch's format: CSV, a line per rank, cells like 0F0, "
+        "0B0 (stage, action, micro-batch)",
     )
     pipeline_parallel_microbatch_size: PositiveInt = Field(
         1, description="sequences that a stage computes at once"
@@ -265,10 +269,11 @@ class Parallelism(Section):
         (), strict=False, description="blocks of each stage, in order; empty: balanced by cost"
     )
     pipeline_parallel_first_stage_less_layers: NonNegativeFloat = Field(
-        1.0, description="blocks that the embedding costs as much as"
+        1.0, description="cost of the embedding, in blocks, when stages are balanced"
     )
     pipeline_parallel_last_stage_less_layers: NonNegativeFloat | None = Field(
-        None, description="blocks that the head costs as much as; absent: by its FLOPs"
+        None,
+        description="cost of the head, in blocks, when stages are balanced; absent: by its FLOPs",
     )
     scale_up_size: PositiveInt | None = Field(
         None, description="neighbouring ranks joined by a fast network (one domain, one rack)"
@@ -355,7 +360,9 @@ class Debug(Section):
         False, description="torch's deterministic algorithms, slower on GPUs"
     )
     moe_force_load_balance: bool = Field(
-        False, description="route round-robin, for benchmarks only"
+        False,
+        description="for benchmarks only: route by place in a rank's micro-batch, round-robin, so "
+        "that the loss depends on the layout",
     )
 
 
