@@ -237,8 +237,8 @@ class Parallelism(Section):
     )
     max_expert_tokens: PositiveInt | None = Field(
         None,
-        description="above so many rows at once an expert layer works in chunks and recomputes them "
-        "in backward; nothing is dropped",
+        description="above so many rows at once an expert layer works in chunks and recomputes "
+        "them in backward; nothing is dropped",
     )
     context_parallel_degree: PositiveInt = Field(1, description="ranks that split each sequence")
     context_parallel_load_balancer: Literal["headtail", "none"] = Field(
@@ -256,8 +256,8 @@ class Parallelism(Section):
     ] = Field("1F1B", description="order of forward and backward over micro-batches")
     pipeline_parallel_schedule_csv: FilePath | None = Field(
         None,
-        description="an order of one's own in torch's format: CSV, a line per rank, cells like 0F0, "
-        "0B0 (stage, action, micro-batch)",
+        description="file with an order of one's own, in torch's format: a line per rank, cells "
+        "like 0F0 (stage, action, micro-batch)",
     )
     pipeline_parallel_microbatch_size: PositiveInt = Field(
         1, description="sequences that a stage computes at once"
