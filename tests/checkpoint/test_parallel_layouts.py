@@ -104,3 +104,30 @@ def test_saved_under_one_loaded_under_another(
     for got, gone_on in pool.run(loaded.world, load_and_go_on, loaded, tmp_path):
         assert_same(got, state)
         assert gone_on == pytest.approx(losses, rel=LOADED_LOSS_RTOL)
+
+
+def save_behind(case: Case, folder: Path) -> Values:
+    """In the background, while gradients are still there and training goes on."""
+    run = Run(case, folder)
+    run.checkpointer.section = Checkpoint(async_mode="async")
+    run.train(2)
+    assert all(parameter.grad is not None for parameter in run.engine.parameters())
+    run.checkpointer.save(2, {})
+    state = run.state()
+    run.train(1)
+    run.checkpointer.finish()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (Case(shards=2, ep=2), Case(tp=2)),
+        (Case(GQ, pp=2, schedule="ZBVZeroBubble"), Case(GQ, shards=2)),
+    ],
+    ids=str,
+)
+def test_saved_behind_training(pool: Pool, tmp_path: Path, saved: Case, loaded: Case) -> None:
+    state = pool.run(saved.world, save_behind, saved, tmp_path)[0]
+    for got, _ in pool.run(loaded.world, load_and_go_on, loaded, tmp_path):
+        assert_same(got, state)

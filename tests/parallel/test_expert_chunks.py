@@ -130,6 +130,32 @@ def test_below_the_limit_nothing_is_recomputed() -> None:
             assert calls == expected
 
 
+def test_backward_in_parts_keeps_nothing() -> None:
+    """As a schedule that splits backward takes it: for what came in, then for the weights."""
+    model, (rows_RD, ends_E, weights_R) = experts(LIMIT), rows_of([0, 600, 0, 0, 0])
+    plain, most, silu = experts(None), 0, torch.nn.functional.silu
+    inside: list[weakref.ref[Tensor]] = []
+
+    def watched(x: Tensor) -> Tensor:
+        nonlocal most
+        out = silu(x)
+        inside.append(weakref.ref(out))
+        most = max(most, sum(len(alive) for ref in inside if (alive := ref()) is not None))
+        return out
+
+    out_RD = plain(rows_RD, ends_E, weights_R)
+    expected = torch.autograd.grad(out_RD.square().sum(), [rows_RD, weights_R, *plain.parameters()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "silu", watched)
+        loss = model(rows_RD, ends_E, weights_R).square().sum()
+        came_in = torch.autograd.grad(loss, [rows_RD, weights_R], retain_graph=True)
+        of_weights = torch.autograd.grad(loss, list(model.parameters()))
+    assert len(inside) == 3 * 50  # forward, and once for each part
+    assert most <= 2 * LIMIT
+    for got, wanted in zip([*came_in, *of_weights], expected, strict=True):
+        assert error(got, wanted) < FP32_REORDERED
+
+
 def test_log_and_refusal(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "titan_moe.passes.expert_chunks"):
         experts(LIMIT)

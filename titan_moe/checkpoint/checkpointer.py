@@ -87,7 +87,8 @@ class Checkpointer:
         if self.section.async_mode == "disabled":
             self._write(step, tensors, writer)
         else:
-            staged = writer.stage(tensors)
+            # Detached, because torch would copy a parameter together with its gradient.
+            staged = writer.stage({name: tensor.detach() for name, tensor in tensors.items()})
             self._pending = _Background(lambda: self._write(step, staged, writer))
         self._last_step = step
 

@@ -3,7 +3,7 @@
 R rows, D hidden, F inner width of an expert, E experts.
 """
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,52 @@ from torch import Tensor, nn
 from titan_moe.layers.grouped import grouped_mm
 from titan_moe.layers.init import Init, Normal
 
+Backend = Literal["grouped", "loop"]
+
+
+class ExpertsFunction(Protocol):
+    """What `Experts` computes, as a function of all that it depends on."""
+
+    def __call__(
+        self,
+        rows_RD: Tensor,
+        offsets_E: Tensor,
+        row_weights_R: Tensor,
+        gate_EDF: Tensor,
+        up_EDF: Tensor,
+        down_EFD: Tensor,
+        *,
+        backend: Backend,
+    ) -> Tensor: ...
+
+
+def weighted_swiglu(
+    rows_RD: Tensor,
+    offsets_E: Tensor,
+    row_weights_R: Tensor,
+    gate_EDF: Tensor,
+    up_EDF: Tensor,
+    down_EFD: Tensor,
+    *,
+    backend: Backend,
+) -> Tensor:
+    """[R, D], fp32: each row's `down(silu(gate(x)) * up(x))` times its weight. See `Experts`."""
+    if backend == "loop":
+        outputs_RD = _loop(rows_RD, offsets_E, gate_EDF, up_EDF, down_EFD)
+    else:
+        gate_RF = grouped_mm(rows_RD, gate_EDF, offsets_E)
+        up_RF = grouped_mm(rows_RD, up_EDF, offsets_E)
+        outputs_RD = grouped_mm(F.silu(gate_RF) * up_RF, down_EFD, offsets_E)
+    return outputs_RD.float() * row_weights_R[:, None]
+
 
 class Experts(nn.Module):
     """gate, up: [E, D, F]; down: [E, F, D]. Expert e maps its rows by down(silu(gate(x))·up(x)).
 
     backend: "grouped", one grouped matmul per weight; "loop", expert by expert, the reference
         (reads the offsets on the host).
+
+    Slot: compute, for another way to the same numbers.
     """
 
     inits: dict[str, Init]
@@ -26,7 +66,8 @@ class Experts(nn.Module):
         self, num_experts: int, hidden_size: int, intermediate_size: int, *, std: float
     ) -> None:
         super().__init__()
-        self.backend: Literal["grouped", "loop"] = "grouped"
+        self.backend: Backend = "grouped"
+        self.compute: ExpertsFunction = weighted_swiglu
         self.gate = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.up = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.down = nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size))
@@ -38,21 +79,17 @@ class Experts(nn.Module):
         rows_RD, sorted by expert; offsets_E, int32: where each expert's rows end. The last must be
         R: rows past it would come back uninitialised.
         """
-        outputs_RD = self._outputs(rows_RD, offsets_E)
-        return outputs_RD.float() * row_weights_R[:, None]
+        weights = self.gate, self.up, self.down
+        return self.compute(rows_RD, offsets_E, row_weights_R, *weights, backend=self.backend)
 
-    def _outputs(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
-        if self.backend == "loop":
-            return self._loop(rows_RD, offsets_E)
-        gate_RF = grouped_mm(rows_RD, self.gate, offsets_E)
-        up_RF = grouped_mm(rows_RD, self.up, offsets_E)
-        return grouped_mm(F.silu(gate_RF) * up_RF, self.down, offsets_E)
 
-    def _loop(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
-        outputs, start = [], 0
-        for expert, stop in enumerate(offsets_E.tolist()):
-            x_rD = rows_RD[start:stop]
-            inner_rF = F.silu(x_rD @ self.gate[expert]) * (x_rD @ self.up[expert])
-            outputs.append(inner_rF @ self.down[expert])
-            start = stop
-        return torch.cat(outputs)
+def _loop(
+    rows_RD: Tensor, offsets_E: Tensor, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor
+) -> Tensor:
+    outputs, start = [], 0
+    for expert, stop in enumerate(offsets_E.tolist()):
+        x_rD = rows_RD[start:stop]
+        inner_rF = F.silu(x_rD @ gate_EDF[expert]) * (x_rD @ up_EDF[expert])
+        outputs.append(inner_rF @ down_EFD[expert])
+        start = stop
+    return torch.cat(outputs)
