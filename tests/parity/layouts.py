@@ -90,7 +90,7 @@ PRODUCTS = [
     Case(cp=2, pp=2, schedule="Interleaved1F1B", stages_per_rank=2),
     Case(ep=2, shards=2, pp=2, schedule="ZBVZeroBubble"),
     Case(ep=2, shards=2, pp=2, schedule="ZBVZeroBubble", max_expert_tokens=5, recompute="full"),
-    Case(GQ, replicas=2, pp=2, schedule="DualPipeV", accumulation=2),
+    Case(GQ, replicas=2, pp=2, schedule="DualPipeV", microbatch=1, accumulation=2),
     # Eight processes.
     Case(pp=2, shards=4, ep=2),
     Case(GQ, pp=2, shards=4, ep=2, schedule="1F1B"),
