@@ -8,7 +8,7 @@ import torch
 
 from tests.metrics.configs import run_config
 from titan_moe.config.sections import RunConfig
-from titan_moe.stages import Stage, balanced, split_stages, stages_of_rank
+from titan_moe.stages import Stage, balanced, split_stages, stages_line, stages_of_rank
 
 
 def all_splits(blocks: int, stages: int) -> list[tuple[int, ...]]:
@@ -104,6 +104,13 @@ def test_a_v_has_both_ends_on_the_first_rank() -> None:
     assert [[stage.index for stage in of_rank] for of_rank in held] == [[0, 5], [1, 4], [2, 3]]
     assert held[0][0].has_embedding
     assert held[0][1].has_head
+
+
+def test_stages_on_one_line() -> None:
+    few = split_stages(config_of(5, 3, pipeline_parallel_layers=(2, 1, 2)))
+    assert stages_line(few) == "3 stages, blocks 0 to 1 | 2 | 3 to 4"
+    many = split_stages(config_of(10, 9, pipeline_parallel_layers=(1,) * 8 + (2,)))
+    assert stages_line(many) == "9 stages of [1, 1, 1, 1, 1, 1, 1, 1, 2] blocks"
 
 
 def test_what_cannot_be_split() -> None:

@@ -8,11 +8,14 @@ parts are built on meta as what they are, stages of a pipeline or the whole, so 
 holds more than its own share.
 """
 
+import logging
+
 import torch
 from torch import nn
 
-from titan_moe.config.schedules import splits_backward
+from titan_moe.config.schedules import num_stages, splits_backward
 from titan_moe.config.sections import RunConfig
+from titan_moe.config.words import counted
 from titan_moe.layers.mask import plain_causal
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
@@ -30,6 +33,8 @@ from titan_moe.passes.recompute import apply_activation_checkpoint
 from titan_moe.recipe import Recipe
 from titan_moe.stages import Stage, stages_of_rank
 
+logger = logging.getLogger(__name__)
+
 
 def parallelize(
     config: RunConfig,
@@ -44,9 +49,13 @@ def parallelize(
     poison: fill memory with NaN before it is initialised, for tests.
     """
     layout, section, sharding = meshes.layout, config.parallelism, recipe.load_sharding()
+    count = num_stages(section)
     stages = stages_of_rank(config, meshes.pipeline.get_local_rank())
     parts = [build_on_meta(config, recipe, stage) for stage in stages]
-    for part in parts:
+    for part, stage in zip(parts, stages, strict=True):
+        if layout.pp > 1:
+            blocks = counted(len(stage.layers), "block")
+            logger.info("here stage %d of %d: %s, %s", stage.index, count, blocks, stage.span)
         fill_slots(part, config)
         if layout.tp > 1:
             apply_tensor_parallel(part, meshes, sharding, section)

@@ -13,6 +13,8 @@ from titan_moe.config.schedules import num_stages, stage_ranks
 from titan_moe.config.sections import RunConfig
 from titan_moe.flops import block_flops_per_token, logits_flops_per_token
 
+FEW_STAGES = 8  # as many have their blocks told on one line
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -24,10 +26,10 @@ class Stage:
     has_head: bool
 
     @property
-    def blocks(self) -> str:
-        """For a log: `blocks 4 to 7`."""
+    def span(self) -> str:
+        """For a log: `4 to 7`."""
         first, last = self.layers[0], self.layers[-1]
-        return f"block {first}" if first == last else f"blocks {first} to {last}"
+        return f"{first}" if first == last else f"{first} to {last}"
 
 
 def split_stages(config: RunConfig) -> tuple[Stage, ...]:
@@ -58,6 +60,16 @@ def split_stages(config: RunConfig) -> tuple[Stage, ...]:
         Stage(index, range(begin, end), has_embedding=begin == 0, has_head=end == blocks)
         for index, (begin, end) in enumerate(bounds)
     )
+
+
+def stages_line(stages: Sequence[Stage]) -> str:
+    """Of all stages in order, for a log: `2 stages, blocks 0 to 4 | 5 to 8`.
+
+    Of many the numbers of blocks alone, as pipeline_parallel_layers would list them.
+    """
+    if len(stages) > FEW_STAGES:
+        return f"{len(stages)} stages of {[len(stage.layers) for stage in stages]} blocks"
+    return f"{len(stages)} stages, blocks {' | '.join(stage.span for stage in stages)}"
 
 
 def stages_of_rank(config: RunConfig, rank: int) -> tuple[Stage, ...]:

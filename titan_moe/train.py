@@ -12,10 +12,11 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from titan_moe.checkpoint.checkpointer import Checkpointer
+from titan_moe.checkpoint.folder import step_folder
 from titan_moe.config import ConfigError, RunConfig, load_config
 from titan_moe.config.command_line import config_and_overrides
 from titan_moe.config.layout import Layout
-from titan_moe.config.topology import topology_line
+from titan_moe.config.topology import layout_lines
 from titan_moe.data import ValidationData, build_train_loader, build_validation, merge_states
 from titan_moe.flops import model_flops_per_token
 from titan_moe.mesh import Meshes
@@ -187,8 +188,8 @@ class Trainer:
             self.world.device.type,
             self.folder.path,
         )
-        if config.parallelism.scale_up_size is not None:
-            logger.info("%s", topology_line(self.meshes.layout, config.parallelism.scale_up_size))
+        for line in layout_lines(self.meshes.layout, config.parallelism.scale_up_size):
+            logger.info("%s", line)
         if config.job.print_config and self.world.rank == 0:
             logger.info("%s", self.folder.config_file.read_text(encoding="utf-8"))
 
@@ -197,7 +198,10 @@ class Trainer:
         section = self.config.checkpoint
         saved = self.checkpointer.load() if section.enable else None
         if saved is not None:
-            logger.info("resuming after step %d", saved["step"])
+            step = saved["step"]
+            logger.info(
+                "resuming after step %d, from %s", step, step_folder(self.checkpointer.folder, step)
+            )
         elif section.initial_load_path is not None:
             self.checkpointer.load_weights(section.initial_load_path)
         return saved

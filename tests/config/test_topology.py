@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from titan_moe.config.layout import Layout
-from titan_moe.config.topology import stays_inside, topology_line
+from titan_moe.config.topology import layout_lines, stays_inside, topology_line
 
 
 def groups_of(sizes: dict[str, int], name: str) -> set[frozenset[int]]:
@@ -56,3 +56,14 @@ def test_against_every_group(scale_up_size: int) -> None:
 )
 def test_the_line_for_people(layout: Layout, line: str) -> None:
     assert topology_line(layout, 4) == line
+
+
+def test_a_layout_in_both_views() -> None:
+    layout = Layout(pp=2, dp_replicate=3, dp_shard=4, cp=1, tp=2, ep=4)
+    told = (
+        "layout: pp 2 × dp_replicate 3 × dp_shard 4 × cp 1 × tp 2; experts: efsdp 2 × ep 4",
+        "topology: domains of 1 rank; inside: none; across: tp, dp_shard, dp_replicate, pp, ep, "
+        "efsdp",
+    )
+    assert layout_lines(layout, None) == [told[0]]
+    assert layout_lines(layout, 1) == list(told)

@@ -50,9 +50,16 @@ def test_a_right_config(folder: Path) -> None:
     done = titan_moe(folder, "validate", "tiny.toml", "--world=4", "--training.steps=50")
     assert (done.returncode, done.stdout, done.stderr) == (
         0,
-        "tiny.toml: valid on 4 processes\n",
+        "tiny.toml: valid on 4 processes\n"
+        "layout: pp 1 × dp_replicate 1 × dp_shard 4 × cp 1 × tp 1; experts: efsdp 4 × ep 1\n",
         "",
     )
+    done = titan_moe(folder, "validate", "tiny.toml", "--world=1", "--parallelism.scale_up_size=8")
+    assert done.stdout.splitlines() == [
+        "tiny.toml: valid on 1 process",
+        "layout: pp 1 × dp_replicate 1 × dp_shard 1 × cp 1 × tp 1; experts: efsdp 1 × ep 1",
+        "topology: domains of 8 ranks; inside: none; across: none",
+    ]
     done = titan_moe(folder, "validate", CONFIG_FILE="tiny.toml")
     assert (done.returncode, done.stdout) == (0, "tiny.toml: valid\n")
 

@@ -5,6 +5,7 @@ Here are eight blocks, the first two without experts, for as many as eight stage
 """
 
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -260,6 +261,30 @@ def test_freed_weights_and_a_split_backward_are_refused(pool: Pool, schedule: st
 
 def build_only(case: Case) -> None:
     build(case)
+
+
+def said_by(case: Case) -> list[str]:
+    """What this rank says of stages and the pipeline."""
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        for module in (page, pipeline):
+            patch.setattr(module.logger, "info", lambda text, *args: said.append(text % args))
+        build(case)
+    return said
+
+
+def test_the_log_tells_all_stages_and_which_are_here(pool: Pool) -> None:
+    of_all = (
+        "pipeline: ZBVZeroBubble, 8 micro-batches of 2 rows; 4 stages, blocks 0 | 1 to 2 | 3 to 5 "
+        "| 6 to 7, the embedding on the first and the head on the last"
+    )
+    case = Case(pp=2, schedule="ZBVZeroBubble", layers=(1, 2, 3, 2))
+    assert pool.run(2, said_by, case) == [
+        ["here stage 0 of 4: 1 block, 0", "here stage 3 of 4: 2 blocks, 6 to 7", of_all],
+        ["here stage 1 of 4: 2 blocks, 1 to 2", "here stage 2 of 4: 3 blocks, 3 to 5", of_all],
+    ]
+    of_file = pool.run(2, said_by, Case(pp=2, schedule="CSV", microbatch=4))[0][-1]
+    assert re.match(r"pipeline: \S+/schedule\.csv, 4 micro-batches of 4 rows; ", of_file)
 
 
 def parameters_of(case: Case) -> int:

@@ -1,6 +1,7 @@
 """Killed, or told to stop, at any step: the run goes on as if nothing had happened, bit for bit."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -64,7 +65,11 @@ def test_a_killed_run_goes_on_bit_for_bit(recipe: Path, case: str) -> None:
 
     code, output = finish(start(recipe, *overrides, processes=processes))
     assert code == 0, output
-    assert "resuming after step" in output
+    resumed = re.findall(r"resuming after step (\d+), from (\S+)", output)
+    assert [Path(folder) for _, folder in resumed] == [
+        run / f"checkpoint/step-{number}" for number, _ in resumed
+    ]
+    assert resumed
     after = lines_of(run / "metrics.jsonl")
     unbroken = runs / f"unbroken-{processes}"
     assert_same(after, lines_of(unbroken / "metrics.jsonl"))

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from titan_moe.config.command_line import config_and_overrides
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.keys import number_in
+from titan_moe.config.layout import Layout
 from titan_moe.config.load import load_config
+from titan_moe.config.topology import layout_lines
+from titan_moe.config.words import counted
 
 HELP = """\
 usage: titan-moe validate [CONFIG] [--world N] [--section.key=value ...]
 
 Check a config, by default $CONFIG_FILE, else train_configs/debug.toml. Exit code 2 and a line for
 each fault if there are any. The files that it names must be here. With --world, it must also fit
-a run of N processes.
+a run of N processes, and how these are laid out is printed.
 """
 
 
@@ -23,8 +26,13 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     rest, world = _take_world(arguments)
     path, overrides = config_and_overrides(rest, os.environ)
-    load_config(path, overrides, world, on_disk=True)
-    print(f"{path}: valid" + (f" on {world} processes" if world else ""))
+    config = load_config(path, overrides, world, on_disk=True)
+    if world is None:
+        print(f"{path}: valid")
+        return 0
+    section = config.parallelism
+    print(f"{path}: valid on {counted(world, 'process')}")
+    print("\n".join(layout_lines(Layout.of(section, world), section.scale_up_size)))
     return 0
 
 

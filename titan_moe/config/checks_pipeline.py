@@ -80,7 +80,7 @@ def _layers_of(config: RunConfig, stages: int) -> Faults:
     if ranks == 1:
         return
     if stages > layers:
-        each = f"{stages / ranks:.4g} stage{'' if stages == ranks else 's'}"
+        each = "1 stage" if stages == ranks else f"{stages / ranks:.4g} stages"
         product = f"{ranks} ranks with {each} each have {stages}"
         yield Fault(DEGREE, f"{product}, more than model.num_layers {layers}")
     if counts and len(counts) != stages:

@@ -119,7 +119,11 @@ def _degrees_but_shard(section: Parallelism) -> dict[str, int]:
     }
 
 
+def product_of(degrees: dict[str, int]) -> str:
+    """`pp 2 × tp 4`"""
+    return " × ".join(f"{name} {degree}" for name, degree in degrees.items())
+
+
 def _product(degrees: dict[str, int]) -> str:
     """`pp 2 × tp 4 = 8`"""
-    factors = " × ".join(f"{name} {degree}" for name, degree in degrees.items())
-    return f"{factors} = {prod(degrees.values())}"
+    return f"{product_of(degrees)} = {prod(degrees.values())}"

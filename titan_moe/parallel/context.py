@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.config.sections import Parallelism
+from titan_moe.config.words import counted
 from titan_moe.layers.mask import AttentionMask, plain_causal
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.collectives import gather_slices, sum_slices
@@ -147,4 +148,6 @@ def apply_context_parallel(
         raise ValueError("context parallel: no module of the model has a gather_kv slot")
     for attention in attentions:
         setattr(attention, "gather_kv", GatherKeys(slices))  # noqa: B010
-    logger.info("context parallel: %d attentions over %d ranks", len(attentions), slices.ranks)
+    logger.info(
+        "context parallel: %s over %d ranks", counted(len(attentions), "attention"), slices.ranks
+    )

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config.sections import Parallelism, Training
+from titan_moe.config.words import counted
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
 from titan_moe.recipe import FsdpUnit, Sharding, fits
@@ -64,9 +65,9 @@ def apply_fsdp(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     logger.info(
-        "fsdp: %d units and the root, %d weight tensors, %s",
-        len(wrapped),
-        len(list(model.parameters())),
+        "fsdp: %s and the root, %s, %s",
+        counted(len(wrapped), "unit"),
+        counted(len(list(model.parameters())), "weight tensor"),
         f"replicas {meshes.layout.dp_replicate} × shards {meshes.fsdp('dense').size(-1)}",
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from titan_moe.config.words import counted
 from titan_moe.layers.init import Computed, Constant, Init, Normal
 from titan_moe.parallel.counter_normal import Stream
 
@@ -58,7 +59,7 @@ def initialise(model: nn.Module, seed: int) -> None:
         if id(tensor) not in filled:
             filled.add(id(tensor))
             _fill(tensor, init, Stream.of(seed, name), name)
-    logger.info("initialise: %d tensors with seed %d", len(filled), seed)
+    logger.info("initialise: %s with seed %d", counted(len(filled), "tensor"), seed)
 
 
 def unwrapped(name: str) -> str:

@@ -19,9 +19,10 @@ from torch.distributed.pipelining.schedules import (
 
 from titan_moe.config.schedules import micro_batches, splits_backward, stage_ranks
 from titan_moe.config.sections import Parallelism, RunConfig
+from titan_moe.config.words import counted
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.whole import keywords_of
-from titan_moe.stages import Stage
+from titan_moe.stages import Stage, split_stages, stages_line
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +83,11 @@ class Pipeline:
             self._loss,
         )
         logger.info(
-            "pipeline: %d micro-batches of %d rows; here %s",
-            count,
-            rows,
-            ", ".join(f"stage {s.index} of {len(self._holders)}, {s.blocks}" for s in stages),
+            "pipeline: %s, %s of %s; %s, the embedding on the first and the head on the last",
+            section.pipeline_parallel_schedule_csv or section.pipeline_parallel_schedule,
+            counted(count, "micro-batch"),
+            counted(rows, "row"),
+            stages_line(split_stages(config)),
         )
 
     def forward_backward(self, batch: Batch, scale: float) -> Tensor:
