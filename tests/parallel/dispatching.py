@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.parallel.dispatch_flat import FlatDispatcher
-from titan_moe.parallel.dispatch_two_tier import TwoTierDispatcher, tiers
-from titan_moe.parallel.dispatch_wire import Traffic, Wire
+from titan_moe.parallel.dispatch.flat import FlatDispatcher
+from titan_moe.parallel.dispatch.two_tier import TwoTierDispatcher, tiers
+from titan_moe.parallel.dispatch.wire import Traffic, Wire
 
 D, E = 8, 16
 Backend = Literal["flat", "two_tier"]

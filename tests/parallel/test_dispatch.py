@@ -27,7 +27,7 @@ from tests.parallel.dispatching import (
 )
 from tests.pool import Pool
 from tests.tolerances import BF16_ROUNDED, FP32_REORDERED
-from titan_moe.parallel import dispatch_rows, dispatch_two_tier, dispatch_wire
+from titan_moe.parallel.dispatch import rows, two_tier, wire
 
 WORLD, DOMAIN = 4, 2
 
@@ -137,12 +137,12 @@ def test_every_choice_arrives_once_at_its_expert(seen: Any, backend: Backend, na
 
 
 def double_gradients(patch: pytest.MonkeyPatch) -> None:
-    backward = dispatch_wire._Exchange.backward
+    backward = wire._Exchange.backward
 
     def doubled(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return backward(ctx, 2 * grad)
 
-    patch.setattr(dispatch_wire._Exchange, "backward", staticmethod(doubled))
+    patch.setattr(wire._Exchange, "backward", staticmethod(doubled))
 
 
 def leave_by_rank(patch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def leave_by_rank(patch: pytest.MonkeyPatch) -> None:
     def order(arriving_Pe: Tensor, rows: int) -> Tensor:
         return torch.arange(rows)
 
-    patch.setattr(dispatch_rows, "_by_expert", order)
+    patch.setattr(rows, "_by_expert", order)
 
 
 def sum_once(patch: pytest.MonkeyPatch) -> None:
@@ -160,12 +160,12 @@ def sum_once(patch: pytest.MonkeyPatch) -> None:
     def last(x_CD: Tensor, token_C: Tensor, tokens: int) -> Tensor:
         return x_CD.new_zeros(tokens, x_CD.shape[1]).index_copy(0, token_C, x_CD).float()
 
-    patch.setattr(dispatch_rows, "_summed", last)
+    patch.setattr(rows, "_summed", last)
 
 
 def swap_tiers(patch: pytest.MonkeyPatch) -> None:
     """Ranks that are far apart taken for a domain."""
-    right = dispatch_two_tier.tiers
+    right = two_tier.tiers
 
     def swapped(group: Any, domain_ranks: int) -> Any:
         return right(group, domain_ranks)[::-1]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.parallel.dispatching import E, Outcome, Visits, dispatcher, spread, visit
 from tests.pool import Pool
-from titan_moe.parallel.dispatch_wire import CountsBytes, Traffic, Wire
+from titan_moe.parallel.dispatch.wire import CountsBytes, Traffic, Wire
 
 PAGE = Path(__file__).parents[2] / "docs/dispatchers.md"
 VISITS = Visits(spread([5, 3]))

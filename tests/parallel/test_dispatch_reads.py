@@ -39,9 +39,9 @@ from tests.pool import Pool
 from titan_moe.layers.experts import Experts
 from titan_moe.layers.moe import MoE
 from titan_moe.layers.router import ROUTING_OPS, Router
-from titan_moe.parallel import dispatch_flat, dispatch_two_tier
-from titan_moe.parallel.dispatch_wire import Wire
-from titan_moe.parallel.host_reads import read_on_host
+from titan_moe.parallel.dispatch import flat, two_tier
+from titan_moe.parallel.dispatch.host_reads import read_on_host
+from titan_moe.parallel.dispatch.wire import Wire
 from titan_moe.passes.recompute import _keep_routing
 
 WORLD, DOMAIN = 4, 2
@@ -182,8 +182,8 @@ def test_nothing_else_needs_values(backend: Backend, monkeypatch: pytest.MonkeyP
     def tier_sizes(counts_E: Tensor, visits_N: Tensor, across: int, inside: int) -> Any:
         return counts_E.new_ones(DOMAIN, E // WORLD), Known(known)
 
-    monkeypatch.setattr(dispatch_flat, "exchange_counts", flat_sizes)
-    monkeypatch.setattr(dispatch_two_tier, "exchange_tier_counts", tier_sizes)
+    monkeypatch.setattr(flat, "exchange_counts", flat_sizes)
+    monkeypatch.setattr(two_tier, "exchange_tier_counts", tier_sizes)
     no_waiting(dispatcher(backend, DOMAIN))
 
 

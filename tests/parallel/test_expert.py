@@ -22,10 +22,10 @@ from titan_moe.config.layout import Layout
 from titan_moe.config.sections import Parallelism
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
-from titan_moe.parallel.dispatch_flat import FlatDispatcher
-from titan_moe.parallel.dispatch_two_tier import TwoTierDispatcher
+from titan_moe.parallel.dispatch.flat import FlatDispatcher
+from titan_moe.parallel.dispatch.host_reads import read_on_host
+from titan_moe.parallel.dispatch.two_tier import TwoTierDispatcher
 from titan_moe.parallel.expert import apply_expert_parallel
-from titan_moe.parallel.host_reads import read_on_host
 from titan_moe.parallelize import parallelize
 
 MOE_LAYERS = 3

@@ -18,9 +18,6 @@ from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
 from titan_moe.parallel import (
     context,
-    dispatch_flat,
-    dispatch_rows,
-    dispatch_two_tier,
     pipeline,
     tensor,
     vocabulary,
@@ -33,6 +30,7 @@ from titan_moe.parallel.collectives import (
     slice_of,
     summed,
 )
+from titan_moe.parallel.dispatch import flat, rows, two_tier
 from titan_moe.parallel.engine import Engine
 from titan_moe.parallel.pending import PendingSums
 from titan_moe.passes import recompute
@@ -178,10 +176,10 @@ def rows_left_in_order(patch: Patch) -> None:
 
     def broken(wire: Any, rows_RD: Tensor, delivery: Any) -> Tensor:
         sizes = delivery.sizes
-        copies_CD = dispatch_rows.exchange(wire, rows_RD, sizes.arriving, sizes.splits)
-        return dispatch_rows.sum_copies(copies_CD, delivery.token_C, delivery.tokens)
+        copies_CD = rows.exchange(wire, rows_RD, sizes.arriving, sizes.splits)
+        return rows.sum_copies(copies_CD, delivery.token_C, delivery.tokens)
 
-    patch.setattr(dispatch_flat, "give_back", broken)
+    patch.setattr(flat, "give_back", broken)
 
 
 def one_domain_is_enough(patch: Patch) -> None:
@@ -191,9 +189,9 @@ def one_domain_is_enough(patch: Patch) -> None:
         first_T = {token: place for place, token in reversed(list(enumerate(token_C.tolist())))}
         kept_C = torch.zeros(len(token_C), 1)
         kept_C[list(first_T.values())] = 1.0
-        return dispatch_rows.sum_copies(x_CD * kept_C, token_C, tokens)
+        return rows.sum_copies(x_CD * kept_C, token_C, tokens)
 
-    patch.setattr(dispatch_two_tier, "sum_copies", broken)
+    patch.setattr(two_tier, "sum_copies", broken)
 
 
 def keys_without_sum(patch: Patch) -> None:

@@ -8,9 +8,9 @@ from titan_moe.config.sections import Parallelism
 from titan_moe.layers.dispatcher import Dispatcher, LocalDispatcher
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
-from titan_moe.parallel.dispatch_flat import FlatDispatcher
-from titan_moe.parallel.dispatch_two_tier import TwoTierDispatcher, tiers
-from titan_moe.parallel.dispatch_wire import CountsBytes, Traffic, Wire
+from titan_moe.parallel.dispatch.flat import FlatDispatcher
+from titan_moe.parallel.dispatch.two_tier import TwoTierDispatcher, tiers
+from titan_moe.parallel.dispatch.wire import CountsBytes, Traffic, Wire
 from titan_moe.parallel.local import Splitter
 from titan_moe.recipe import Sharding
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from titan_moe.layers.router import ROUTING_OPS
-from titan_moe.parallel.dispatch_rows import Delivery, Sizes, count, deliver, give_back
-from titan_moe.parallel.dispatch_wire import Wire
-from titan_moe.parallel.host_reads import read_on_host
+from titan_moe.parallel.dispatch.host_reads import read_on_host
+from titan_moe.parallel.dispatch.rows import Delivery, Sizes, count, deliver, give_back
+from titan_moe.parallel.dispatch.wire import Wire
 
 
 class FlatDispatcher:

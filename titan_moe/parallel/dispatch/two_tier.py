@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_moe.layers.router import ROUTING_OPS
-from titan_moe.parallel.dispatch_flat import round_robin, split
-from titan_moe.parallel.dispatch_rows import (
+from titan_moe.parallel.dispatch.flat import round_robin, split
+from titan_moe.parallel.dispatch.host_reads import read_on_host
+from titan_moe.parallel.dispatch.rows import (
     Delivery,
     Sizes,
     copy,
@@ -31,8 +32,7 @@ from titan_moe.parallel.dispatch_rows import (
     give_back,
     sum_copies,
 )
-from titan_moe.parallel.dispatch_wire import Wire, exchange
-from titan_moe.parallel.host_reads import read_on_host
+from titan_moe.parallel.dispatch.wire import Wire, exchange
 
 
 @dataclass(frozen=True)

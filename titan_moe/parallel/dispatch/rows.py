@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_moe.parallel.dispatch_wire import Wire, exchange
+from titan_moe.parallel.dispatch.wire import Wire, exchange
 
 
 @dataclass(frozen=True)
