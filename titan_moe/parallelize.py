@@ -1,11 +1,12 @@
 """Every applier, in order, on one page: from a recipe to a model that trains on these processes.
 
-    meta -> slots -> tensor -> expert -> context -> recomputation -> FSDP2 or HSDP -> materialise
-    -> initialise -> pipeline schedule
+    meta -> slots -> tensor -> expert -> chunks of experts -> context -> balance of sequences
+    -> recomputation -> FSDP2 or HSDP -> materialise -> initialise -> pipeline schedule
 
-Each applier takes (model, meshes, sharding, section) and edits one part of the model in place. The
-parts are built on meta as what they are, stages of a pipeline or the whole, so that no process ever
-holds more than its own share.
+Each edits one part of the model in place. Appliers of parallelism take (model, meshes, sharding,
+section); FSDP a second section, for its precision; passes, which know no ranks, the model and
+theirs. The parts are built on meta as what they are, stages of a pipeline or the whole, so that no
+process ever holds more than its own share.
 """
 
 import logging

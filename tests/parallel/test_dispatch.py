@@ -27,6 +27,7 @@ from tests.parallel.dispatching import (
 )
 from tests.pool import Pool
 from tests.tolerances import BF16_ROUNDED, FP32_REORDERED
+from titan_moe.parallel.collectives import Map
 from titan_moe.parallel.dispatch import rows, two_tier, wire
 
 WORLD, DOMAIN = 4, 2
@@ -137,12 +138,12 @@ def test_every_choice_arrives_once_at_its_expert(seen: Any, backend: Backend, na
 
 
 def double_gradients(patch: pytest.MonkeyPatch) -> None:
-    backward = wire._Exchange.backward
+    right = wire.there_and_back
 
-    def doubled(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return backward(ctx, 2 * grad)
+    def doubled(rows: Tensor, there: Map, back: Map) -> Tensor:
+        return right(rows, there, lambda grad: back(2 * grad))
 
-    patch.setattr(wire._Exchange, "backward", staticmethod(doubled))
+    patch.setattr(wire, "there_and_back", doubled)
 
 
 def leave_by_rank(patch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def _rows(config: RunConfig, world: int | None) -> tuple[int | None, str]:
         return training.local_batch_size, f"training.local_batch_size {training.local_batch_size}"
     if degree is None or training.global_batch_size % degree:
         return None, ""
-    rows = training.rows_per_micro_batch(degree)
+    rows = training.rows_per_pass(degree)
     total = f"training.global_batch_size {training.global_batch_size}"
     return rows, f"{total} / {degree} data-parallel ranks = {rows}"
 

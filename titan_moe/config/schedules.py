@@ -114,7 +114,7 @@ def micro_batches(config: RunConfig, dp_degree: int) -> int:
     Raises:
         ValueError: pipeline_parallel_microbatch_size does not divide those rows.
     """
-    rows = config.training.rows_per_micro_batch(dp_degree)
+    rows = config.training.rows_per_pass(dp_degree)
     size = config.parallelism.pipeline_parallel_microbatch_size
     if rows % size:
         raise ValueError(

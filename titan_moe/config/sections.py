@@ -140,8 +140,8 @@ class Training(Section):
     gc_freq: PositiveInt = Field(50, description="steps between garbage collections")
     dataloader: DataLoader = Field(DataLoader(), description="how batches are brought")
 
-    def rows_per_micro_batch(self, dp_degree: int) -> int:
-        """Sequences that one of `dp_degree` data ranks computes at once."""
+    def rows_per_pass(self, dp_degree: int) -> int:
+        """Sequences that one of `dp_degree` data ranks computes between accumulations."""
         return self.local_batch_size or self.global_batch_size // dp_degree
 
 

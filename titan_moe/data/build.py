@@ -70,7 +70,7 @@ def build_validation(config: RunConfig, dp_rank: int, dp_degree: int) -> list[Va
     data, training, validation = config.data, config.training, config.validation
     tokenizer = _tokenizer(config)
     sources = open_sources(data)
-    rows = validation.local_batch_size or training.rows_per_micro_batch(dp_degree)
+    rows = validation.local_batch_size or training.rows_per_pass(dp_degree)
     sets = []
     for section in validation.sets:
         reader, every = _open_set(section, sources)

@@ -3,7 +3,8 @@
 R rows, D hidden, F inner width of an expert, E experts.
 """
 
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +16,8 @@ from titan_moe.layers.init import Init, Normal
 Backend = Literal["grouped", "loop"]
 
 
-class ExpertsFunction(Protocol):
-    """What `Experts` computes, as a function of all that it depends on."""
-
-    def __call__(
-        self,
-        rows_RD: Tensor,
-        offsets_E: Tensor,
-        row_weights_R: Tensor,
-        gate_EDF: Tensor,
-        up_EDF: Tensor,
-        down_EFD: Tensor,
-        *,
-        backend: Backend,
-    ) -> Tensor: ...
+ExpertsFunction = Callable[..., Tensor]
+"""Called as `weighted_swiglu` is: all that experts compute with is given to it."""
 
 
 def weighted_swiglu(

@@ -10,12 +10,15 @@
 Slices are equal, in order of ranks, along one dimension.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+Map = Callable[[Tensor], Tensor]
 
 # Since torch 2.13 these have new names, and the old ones warn.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,96 +59,57 @@ def summed(x: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gather_slices(x, dim, group)
+def there_and_back(x: Tensor, there: Map, back: Map) -> Tensor:
+    """there(x), whose gradient is back(that of the result): a linear map and its transpose.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return sum_slices(grad, ctx.dim, ctx.group), None, None
+    Neither is differentiated itself. `there` gives a new tensor, or a view of x.
+    """
+    result: Tensor = _ThereAndBack.apply(x, there, back)
+    return result
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ThereAndBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return sum_slices(x, dim, group)
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_slices(grad, ctx.dim, ctx.group), None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _AllReduceBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return summed(grad, ctx.group), None
-
-
-class _OwnSlice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return slice_of(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_slices(grad, ctx.dim, ctx.group), None, None
-
-
-class _JoinSlices(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gather_slices(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return slice_of(grad, ctx.dim, ctx.group), None, None
+        return ctx.back(grad), None, None
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    result: Tensor = _AllGather.apply(x, dim, group)
-    return result
+    return there_and_back(
+        x, lambda x: gather_slices(x, dim, group), lambda grad: sum_slices(grad, dim, group)
+    )
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    result: Tensor = _ReduceScatter.apply(x, dim, group)
-    return result
+    return there_and_back(
+        x, lambda x: sum_slices(x, dim, group), lambda grad: gather_slices(grad, dim, group)
+    )
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    result: Tensor = _AllReduce.apply(x, group)
-    return result
+    return there_and_back(x, lambda x: summed(x, group), _same)
 
 
 def all_reduce_back(x: Tensor, group: ProcessGroup) -> Tensor:
-    result: Tensor = _AllReduceBack.apply(x, group)
-    return result
+    return there_and_back(x, _same, lambda grad: summed(grad, group))
 
 
 def own_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    result: Tensor = _OwnSlice.apply(x, dim, group)
-    return result
+    return there_and_back(
+        x, lambda x: slice_of(x, dim, group), lambda grad: gather_slices(grad, dim, group)
+    )
 
 
 def join_slices(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    result: Tensor = _JoinSlices.apply(x, dim, group)
-    return result
+    return there_and_back(
+        x, lambda x: gather_slices(x, dim, group), lambda grad: slice_of(grad, dim, group)
+    )
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)

@@ -9,7 +9,7 @@ B batch, S tokens of this rank, T tokens of the whole row.
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from titan_moe.config.sections import Parallelism
 from titan_moe.config.words import counted
 from titan_moe.layers.mask import AttentionMask, plain_causal
 from titan_moe.mesh import Meshes
-from titan_moe.parallel.collectives import gather_slices, sum_slices
+from titan_moe.parallel.collectives import gather_slices, sum_slices, there_and_back
 from titan_moe.recipe import Sharding
 
 logger = logging.getLogger(__name__)
@@ -84,21 +84,16 @@ class SequenceSlices:
 
     def gather(self, x_BS: Tensor) -> Tensor:
         """Differentiable: [B, S, ...] -> [B, T, ...] in the row's order; gradients are summed."""
-        result: Tensor = _GatherRows.apply(x_BS, self)
-        return result
+        order = self.order(x_BS.shape[1] * self.ranks, x_BS.device)
 
+        def there(x_BS: Tensor) -> Tensor:
+            return gather_slices(x_BS, 1, self.group).index_select(1, order.inverse_T)
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BS: Tensor, slices: SequenceSlices) -> Tensor:
-        order = slices.order(x_BS.shape[1] * slices.ranks, x_BS.device)
-        ctx.slices, ctx.order = slices, order
-        return gather_slices(x_BS, 1, slices.group).index_select(1, order.inverse_T)
+        def back(grad_BT: Tensor) -> Tensor:
+            by_rank_BT = grad_BT.index_select(1, order.places_RS.flatten())
+            return sum_slices(by_rank_BT, 1, self.group)
 
-    @staticmethod
-    def backward(ctx: Any, grad_BT: Tensor) -> tuple[Tensor, None]:
-        by_rank_BT = grad_BT.index_select(1, ctx.order.places_RS.flatten())
-        return sum_slices(by_rank_BT, 1, ctx.slices.group), None
+        return there_and_back(x_BS, there, back)
 
 
 @dataclass(frozen=True)

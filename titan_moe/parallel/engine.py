@@ -21,9 +21,8 @@ from titan_moe.parallel.expert import reset_traffic, traffic_of
 from titan_moe.parallel.fsdp import fsdp_modules
 from titan_moe.parallel.norm import clip_grads, grad_norm
 from titan_moe.parallel.pending import PendingSums
+from titan_moe.parallel.whole import Batch
 from titan_moe.world import gather
-
-Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Engine:
         self._runner = runner
         self._device = device
         self._meshes = meshes
-        self._rows = config.training.rows_per_micro_batch(meshes.dp_degree)
+        self._rows = config.training.rows_per_pass(meshes.dp_degree)
         self._validation_rows = config.validation.local_batch_size or self._rows
         self._has_domains = config.parallelism.scale_up_size is not None
         self._slices = SequenceSlices.of(meshes, config.parallelism)

@@ -21,12 +21,10 @@ from titan_moe.config.schedules import micro_batches, splits_backward, stage_ran
 from titan_moe.config.sections import Parallelism, RunConfig
 from titan_moe.config.words import counted
 from titan_moe.mesh import Meshes
-from titan_moe.parallel.whole import keywords_of
+from titan_moe.parallel.whole import Batch, keywords_of
 from titan_moe.stages import Stage, split_stages, stages_line
 
 logger = logging.getLogger(__name__)
-
-Batch = dict[str, Tensor]
 
 
 class Pipeline:

@@ -40,23 +40,13 @@ def apply_expert_chunks(model: nn.Module, section: Parallelism) -> None:
 
 
 class InChunks:
-    """`compute`, on at most `limit` rows at a time."""
+    """`compute`, called in the same way, on at most `limit` rows at a time."""
 
     def __init__(self, compute: ExpertsFunction, limit: int) -> None:
         self.compute, self.limit = compute, limit
 
-    def __call__(
-        self,
-        rows_RD: Tensor,
-        offsets_E: Tensor,
-        row_weights_R: Tensor,
-        gate_EDF: Tensor,
-        up_EDF: Tensor,
-        down_EFD: Tensor,
-        *,
-        backend: Backend,
-    ) -> Tensor:
-        given = (rows_RD, offsets_E, row_weights_R, gate_EDF, up_EDF, down_EFD)
+    def __call__(self, *given: Tensor, backend: Backend) -> Tensor:
+        rows_RD = given[0]
         if len(rows_RD) <= self.limit:
             return self.compute(*given, backend=backend)
         result: Tensor = _Chunked.apply(self, backend, *given)

@@ -6,13 +6,14 @@ R rows, of any further shape.
 import itertools
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from titan_moe.parallel.collectives import there_and_back
 
 
 @dataclass
@@ -87,18 +88,8 @@ _handles = itertools.count()
 
 def exchange(wire: Wire, rows: Tensor, splits: list[int], arriving: list[int]) -> Tensor:
     """`Wire.send`, differentiable: gradients go back where their rows came from."""
-    result: Tensor = _Exchange.apply(rows, wire, splits, arriving)
-    return result
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, wire: Wire, splits: list[int], arriving: list[int]
-    ) -> Tensor:
-        ctx.wire, ctx.splits, ctx.arriving = wire, splits, arriving
-        return wire.send(rows, splits, arriving)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.wire.send(grad, ctx.arriving, ctx.splits), None, None, None
+    return there_and_back(
+        rows,
+        lambda rows: wire.send(rows, splits, arriving),
+        lambda grad: wire.send(grad, arriving, splits),
+    )
