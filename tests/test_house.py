@@ -16,15 +16,17 @@ ROOT = Path(__file__).parents[1]
 # Leftwards only: a room imports rooms of lower rank and itself, none of its own rank.
 RANKS = (
     ("config",),
+    ("hf_table",),
     ("recipe", "layers", "flops"),
     ("mesh", "world", "stages"),
     ("parallel", "passes", "data", "optim", "checkpoint", "metrics"),
     ("parallelize",),
-    ("planner",),
+    ("planner", "hf"),
+    ("check",),
     ("train", "cli"),
 )
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
-SEEN_BY_RECIPES = {"config", "recipe", "layers"}
+SEEN_BY_RECIPES = {"config", "hf_table", "recipe", "layers"}
 
 FILE_LINES, FUNCTION_LINES, RECIPE_LINES = 400, 80, 450
 EXCEPTIONS: dict[str, str] = {}  # "path" or "path::function" -> why it may be larger

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from titan_moe.config.model import ModelConfig
+from titan_moe.hf_table import HuggingFace
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Sharding:
     """Which weights are split how: data, no logic. Patterns are fnmatch's, over module names.
 
     fsdp_units: wrapped in the order given.
-    colwise: linears that tensor parallelism splits by outputs (heads, inner width).
+    colwise: linears that tensor parallelism splits by outputs (heads, inner width); and modules of
+        whose own weights each rank has the part of its heads: a norm over all heads together, an
+        attention with a number per head.
     rowwise: linears that it splits by inputs, their outputs being summed over ranks. Between
         colwise and rowwise, so anywhere in the parent of a rowwise linear (an attention, an MLP),
         every rank needs all tokens, [B, S, D]. They come in in one of two ways:
@@ -57,11 +60,13 @@ class Recipe:
 
     config: the recipe's ModelConfig subclass.
     model, sharding: dotted names of the Model class and of a Sharding.
+    hf: of a HuggingFace; None: weights neither come from that side nor go there.
     """
 
     config: type[ModelConfig]
     model: str
     sharding: str
+    hf: str | None = None
 
     def load_model_class(self) -> Any:
         """Import torch and return the Model class."""
@@ -72,6 +77,20 @@ class Recipe:
         sharding = load_dotted(self.sharding)
         assert isinstance(sharding, Sharding), f"{self.sharding} is not a Sharding"
         return sharding
+
+    def load_hf(self) -> HuggingFace:
+        """Return the HuggingFace.
+
+        Raises:
+            ValueError: the recipe has none.
+        """
+        if self.hf is None:
+            raise ValueError(
+                f"{self.model}: its RECIPE has no `hf`, the table of Hugging Face's names"
+            )
+        table = load_dotted(self.hf)
+        assert isinstance(table, HuggingFace), f"{self.hf} is not a HuggingFace"
+        return table
 
 
 def fits(name: str, patterns: Iterable[str]) -> bool:

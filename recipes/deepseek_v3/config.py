@@ -2,11 +2,9 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from titan_moe.config.model import AttentionShape, ModelConfig
-
-PerMoELayer = NonNegativeFloat | list[NonNegativeFloat]
 
 
 class DeepseekV3Config(ModelConfig):
@@ -32,31 +30,6 @@ class DeepseekV3Config(ModelConfig):
     )
     normalize_weights: bool = Field(description="a token's expert weights sum to route_scale")
     route_scale: PositiveFloat = Field(description="factor on the experts' weights")
-    balance_loss_weight: PerMoELayer = Field(
-        0.0, description="sequence-wise balance loss; one number, or one per MoE layer"
-    )
-    z_loss_weight: PerMoELayer = Field(
-        0.0, description="loss on large router logits; one number, or one per MoE layer"
-    )
-    bias_update_rate: PerMoELayer = Field(
-        0.0, description="selection bias moved per step; one number, or one per MoE layer"
-    )
-
-    @model_validator(mode="after")
-    def _layers_are_consistent(self) -> Self:
-        if self.num_dense_layers > self.num_layers:
-            raise ValueError(
-                f"num_dense_layers = {self.num_dense_layers} is more than num_layers = "
-                f"{self.num_layers}"
-            )
-        for key in ("balance_loss_weight", "z_loss_weight", "bias_update_rate"):
-            value = getattr(self, key)
-            if isinstance(value, list) and len(value) != self.num_moe_layers:
-                raise ValueError(
-                    f"{key} has {len(value)} values for {self.num_moe_layers} MoE layers "
-                    "(num_layers - num_dense_layers): give one per MoE layer, or a single number"
-                )
-        return self
 
     @model_validator(mode="after")
     def _routing_is_possible(self) -> Self:
@@ -78,27 +51,9 @@ class DeepseekV3Config(ModelConfig):
             )
         return self
 
-    @model_validator(mode="after")
-    def _positions_are_covered(self) -> Self:
-        scaling = self.rope_scaling
-        if scaling and self.max_seq_len > scaling.factor * scaling.original_max_seq_len:
-            raise ValueError(
-                f"max_seq_len = {self.max_seq_len} is more than rope_scaling.factor x "
-                f"original_max_seq_len = {scaling.factor * scaling.original_max_seq_len:.0f}"
-            )
-        return self
-
-    @property
-    def num_moe_layers(self) -> int:
-        return self.num_layers - self.num_dense_layers
-
     @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    def of_layer(self, value: float | list[float], layer: int) -> float:
-        """A per-MoE-layer setting at block `layer`, counted over all blocks."""
-        return value[layer - self.num_dense_layers] if isinstance(value, list) else value
 
     def attention_shape(self, layer: int) -> AttentionShape:
         queries = self.num_heads * self.qk_head_dim

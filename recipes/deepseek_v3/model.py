@@ -5,32 +5,21 @@ width, N width of queries and keys without position, V value width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from titan_moe.layers.attention import attention
+from titan_moe.layers.decoder import Context, Decoder
 from titan_moe.layers.experts import Experts
-from titan_moe.layers.head import Head
-from titan_moe.layers.linear import Embedding, Linear
-from titan_moe.layers.mask import AttentionMask
+from titan_moe.layers.linear import Linear
 from titan_moe.layers.mlp import SwiGLU
 from titan_moe.layers.moe import MoE
 from titan_moe.layers.norm import RMSNorm
-from titan_moe.layers.rope import Rope, Rotation
+from titan_moe.layers.rope import Rope
 from titan_moe.layers.router import Router
 
 from .config import DeepseekV3Config
-
-
-@dataclass(frozen=True)
-class Context:
-    """What all blocks of one forward share. Not a tensor, so that no wrapper casts its fp32."""
-
-    rotation: Rotation
-    mask: AttentionMask | None
-    valid_BS: Tensor
 
 
 def keep_local(latent_BSC: Tensor, k_rope_BSR: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,54 +119,22 @@ def build_moe(cfg: DeepseekV3Config, layer: int) -> MoE:
     shared = None
     if cfg.num_shared_experts:  # side by side they are one wider MLP
         shared = SwiGLU(hidden, inner * cfg.num_shared_experts, std=std)
-    return MoE(
-        router,
-        Experts(cfg.num_experts, hidden, inner, std=std),
-        shared,
-        balance_loss_weight=cfg.of_layer(cfg.balance_loss_weight, layer),
-        z_loss_weight=cfg.of_layer(cfg.z_loss_weight, layer),
-        bias_update_rate=cfg.of_layer(cfg.bias_update_rate, layer),
-    )
+    experts = Experts(cfg.num_experts, hidden, inner, std=std)
+    return MoE(router, experts, shared, balance=cfg.balance(layer))
 
 
-class Model(nn.Module):
-    """Blocks `layers` of the model; with the embedding before them, the head after, or neither.
-
-    Slot: make_mask(document_ids_BS) -> AttentionMask | None.
-    """
+class Model(Decoder):
+    """DeepSeek-V3, or the part of it with blocks `layers`. See `Decoder`."""
 
     def __init__(
         self, cfg: DeepseekV3Config, *, layers: range, has_embedding: bool, has_head: bool
     ) -> None:
-        super().__init__()
-        std = cfg.initializer_range
-        self.rope = Rope(cfg.qk_rope_head_dim, cfg.rope_theta, cfg.max_seq_len, cfg.rope_scaling)
-        self.make_mask: Callable[[Tensor], AttentionMask | None] = AttentionMask.of_documents
-        self.embedding = (
-            Embedding(cfg.vocab_size, cfg.hidden_size, std=std) if has_embedding else None
+        rope = Rope(cfg.qk_rope_head_dim, cfg.rope_theta, cfg.max_seq_len, cfg.rope_scaling)
+        super().__init__(
+            cfg,
+            layers=layers,
+            has_embedding=has_embedding,
+            has_head=has_head,
+            rope=rope,
+            block=lambda layer: Block(cfg, layer, rope),
         )
-        self.layers = nn.ModuleDict({str(layer): Block(cfg, layer, self.rope) for layer in layers})
-        self.head = (
-            Head(cfg.hidden_size, cfg.vocab_size, norm_eps=cfg.norm_eps, std=std)
-            if has_head
-            else None
-        )
-
-    def forward(
-        self, x: Tensor, *, positions_BS: Tensor, document_ids_BS: Tensor, tokens_BS: Tensor
-    ) -> Tensor:
-        """hidden_BSD, before the final norm (`head.loss` and `head.logits` begin with it).
-
-        x: tokens_BS where this part has the embedding, else the previous part's hidden_BSD.
-        document_ids_BS: 0, 1, 2 ... within a row; -1 marks padding. tokens_BS: for every part.
-        Raises ValueError or RuntimeError for positions that rotary tables do not cover (see Rope).
-        """
-        context = Context(
-            rotation=self.rope(positions_BS),
-            mask=self.make_mask(document_ids_BS),
-            valid_BS=document_ids_BS >= 0,
-        )
-        hidden_BSD = x if self.embedding is None else self.embedding(x)
-        for block in self.layers.values():
-            hidden_BSD = block(hidden_BSD, context)
-        return hidden_BSD

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 
 from tests.layers.helpers import error, fill
 from tests.tolerances import FP32_REORDERED
+from titan_moe.config.model import Balance
 from titan_moe.layers.experts import Experts
 from titan_moe.layers.mlp import SwiGLU
 from titan_moe.layers.moe import MoE
@@ -32,7 +33,8 @@ def build(*, shared: bool = True, **settings: float) -> MoE:
         normalize_weights=True, route_scale=2.5, std=0.5,
     )  # fmt: skip
     experts = Experts(E, D, 8, std=0.3)
-    moe: MoE = fill(MoE(router, experts, SwiGLU(D, 8, std=0.3) if shared else None, **settings))
+    beside = SwiGLU(D, 8, std=0.3) if shared else None
+    moe: MoE = fill(MoE(router, experts, beside, balance=Balance(**settings)))
     moe.router.selection_bias.copy_(torch.randn(E) * 0.2)
     return moe
 

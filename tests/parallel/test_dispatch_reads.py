@@ -35,6 +35,7 @@ from tests.parallel.dispatching import (
     visit,
 )
 from tests.pool import Pool
+from titan_moe.config.model import Balance
 from titan_moe.layers.experts import Experts
 from titan_moe.layers.moe import MoE
 from titan_moe.layers.router import ROUTING_OPS, Router
@@ -136,7 +137,7 @@ def no_waiting(over: Any, damage: Callable[[Tensor], Any] = lambda x: None) -> N
         router = Router(
             D, E, 2, score_function="sigmoid", normalize_weights=True, route_scale=1.0, std=0.1
         )
-        moe = MoE(router, Experts(E // WORLD, D, 8, std=0.1), None)
+        moe = MoE(router, Experts(E // WORLD, D, 8, std=0.1), None, balance=Balance())
         moe.force_balance, moe.dispatcher = True, over
         x_BSD = torch.randn(3, 5, D, requires_grad=True)
         out_BSD = moe(x_BSD, torch.ones(3, 5, dtype=torch.bool))

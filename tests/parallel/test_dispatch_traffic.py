@@ -24,6 +24,7 @@ from tests.parallel.dispatching import (
 )
 from tests.pool import Pool
 from tests.tolerances import FP32_REORDERED
+from titan_moe.config.model import Balance
 from titan_moe.layers.experts import Experts
 from titan_moe.layers.moe import MoE
 from titan_moe.layers.router import Router
@@ -194,7 +195,7 @@ def layer_with(over: Any) -> MoE:
     router = Router(
         D, E, 2, score_function="sigmoid", normalize_weights=True, route_scale=1.0, std=0.1
     )
-    moe = MoE(router, Experts(HELD, D, 8, std=0.1), None)
+    moe = MoE(router, Experts(HELD, D, 8, std=0.1), None, balance=Balance())
     if over is not None:
         moe.dispatcher = over
     return moe

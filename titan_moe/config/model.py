@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from titan_moe.config.base import Section
+
+PerMoELayer = NonNegativeFloat | list[NonNegativeFloat]
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class AttentionShape:
 
     projection_params: weights of all its projections (each costs 2 FLOPs per token forward).
     qk_head_dim, v_head_dim: widths per head of queries and keys, and of values.
-    window: keys that a query sees at most, in tokens; None: all before it.
+    window: keys that a query sees at most, itself among them; None: all before it.
+    sinks: whether each head has a learned score that takes part in the softmax, and no value.
     """
 
     projection_params: int
@@ -22,6 +25,16 @@ class AttentionShape:
     qk_head_dim: int
     v_head_dim: int
     window: int | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What keeps the experts of one MoE layer balanced; the keys of `[model]` by these names."""
+
+    balance_loss_weight: float = 0.0
+    z_loss_weight: float = 0.0
+    bias_update_rate: float = 0.0
 
 
 class RopeScaling(Section):
@@ -55,6 +68,15 @@ class ModelConfig(Section):
     norm_eps: PositiveFloat = Field(description="epsilon of the RMS norms")
     initializer_range: PositiveFloat = Field(description="standard deviation of initial weights")
     rope_scaling: RopeScaling | None = Field(None, description="absent: plain rotary positions")
+    balance_loss_weight: PerMoELayer = Field(
+        0.0, description="sequence-wise balance loss; one number, or one per MoE layer"
+    )
+    z_loss_weight: PerMoELayer = Field(
+        0.0, description="loss on large router logits; one number, or one per MoE layer"
+    )
+    bias_update_rate: PerMoELayer = Field(
+        0.0, description="selection bias moved per step; one number, or one per MoE layer"
+    )
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -65,7 +87,40 @@ class ModelConfig(Section):
             )
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k = {self.top_k} is more than num_experts = {self.num_experts}")
+        for key in ("balance_loss_weight", "z_loss_weight", "bias_update_rate"):
+            value = getattr(self, key)
+            if isinstance(value, list) and len(value) != self.num_moe_layers:
+                raise ValueError(
+                    f"{key} has {len(value)} values for {self.num_moe_layers} MoE layers "
+                    "(num_layers - num_dense_layers): give one per MoE layer, or a single number"
+                )
         return self
+
+    @model_validator(mode="after")
+    def _positions_are_covered(self) -> Self:
+        scaling = self.rope_scaling
+        if scaling and self.max_seq_len > scaling.factor * scaling.original_max_seq_len:
+            raise ValueError(
+                f"max_seq_len = {self.max_seq_len} is more than rope_scaling.factor x "
+                f"original_max_seq_len = {scaling.factor * scaling.original_max_seq_len:.0f}"
+            )
+        return self
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+    def balance(self, layer: int) -> Balance:
+        """Of block `layer`, counted over all blocks; it has experts."""
+
+        def of_layer(value: float | list[float]) -> float:
+            return value[layer - self.num_dense_layers] if isinstance(value, list) else value
+
+        return Balance(
+            balance_loss_weight=of_layer(self.balance_loss_weight),
+            z_loss_weight=of_layer(self.z_loss_weight),
+            bias_update_rate=of_layer(self.bias_update_rate),
+        )
 
     def attention_shape(self, layer: int) -> AttentionShape:
         """Attention of block `layer`. Each recipe states its own."""

@@ -26,11 +26,15 @@ def attention(
     *,
     scale: float,
     mask: AttentionMask | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """softmax(scale * q·k over visible keys) · v, [B, S, H, V], in q's dtype.
 
     mask: None is plain causal over whole rows (S == T).
+    window: a query sees the last so many keys alone, itself among them.
+    sinks_H: a score of each head that takes part in the softmax, unscaled, and has no value.
     backend: "reference" (naive, quadratic memory), "sdpa" (torch's fused kernels, no documents),
         "blocked" (matmuls over blocks of queries, for CPUs), "flex" (FlexAttention, CUDA), or
         "auto": blocked on CPU; on CUDA flex where there is a mask and sdpa where there is none.
@@ -42,6 +46,8 @@ def attention(
     assert mask is not None or q_BSHD.shape[1] == k_BTGD.shape[1], "slices need a mask"
     if backend == "auto":
         backend = backend_for(q_BSHD.device.type, mask)
+    if window is not None or sinks_H is not None:
+        return _reference(q_BSHD, k_BTGD, v_BTGV, scale, mask, window, sinks_H)
     if backend == "blocked":
         return blocked_attention(q_BSHD, k_BTGD, v_BTGV, scale, mask)
     if backend == "sdpa":
@@ -70,16 +76,31 @@ def backend_for(device_type: str, mask: AttentionMask | None) -> str:
 
 
 def _reference(
-    q_BSHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, scale: float, mask: AttentionMask | None
+    q_BSHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGV: Tensor,
+    scale: float,
+    mask: AttentionMask | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     k_BTHD, v_BTHV = _per_query_head(k_BTGD, v_BTGV, q_BSHD.shape[2])
     scores_BHST = torch.einsum("bshd,bthd->bhst", q_BSHD.float(), k_BTHD.float()) * scale
     if mask is None:
         visible_BST = torch.ones_like(scores_BHST[:, 0], dtype=torch.bool).tril()
+        if window is not None:
+            visible_BST = visible_BST.triu(1 - window)
     else:
         visible_BST = mask.visible()
+        if window is not None:
+            visible_BST = visible_BST & (mask.order_S[:, None] - mask.order_T < window)
     scores_BHST = scores_BHST.masked_fill(~visible_BST[:, None], float("-inf"))
-    out_BSHV = torch.einsum("bhst,bthv->bshv", scores_BHST.softmax(-1), v_BTHV.float())
+    if sinks_H is None:
+        weights_BHST = scores_BHST.softmax(-1)
+    else:
+        sinks_BHS1 = sinks_H.float()[:, None, None].expand(*scores_BHST.shape[:3], 1)
+        weights_BHST = torch.cat([scores_BHST, sinks_BHS1], dim=-1).softmax(-1)[..., :-1]
+    out_BSHV = torch.einsum("bhst,bthv->bshv", weights_BHST, v_BTHV.float())
     return out_BSHV.to(q_BSHD.dtype)
 
 

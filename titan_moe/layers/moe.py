@@ -6,6 +6,7 @@ B batch, S sequence, T = B·S tokens, D hidden, E experts, K experts chosen per 
 import torch
 from torch import Tensor, nn
 
+from titan_moe.config.model import Balance
 from titan_moe.layers.balance import (
     SumOverSequence,
     accumulate,
@@ -50,15 +51,13 @@ class MoE(FixedDtype):
         experts: Experts,
         shared: nn.Module | None,
         *,
-        balance_loss_weight: float = 0.0,
-        z_loss_weight: float = 0.0,
-        bias_update_rate: float = 0.0,
+        balance: Balance,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
-        self.balance_loss_weight = balance_loss_weight
-        self.z_loss_weight = z_loss_weight
-        self.bias_update_rate = bias_update_rate
+        self.balance_loss_weight = balance.balance_loss_weight
+        self.z_loss_weight = balance.z_loss_weight
+        self.bias_update_rate = balance.bias_update_rate
         self.force_balance = False
         self.dispatcher: Dispatcher = LocalDispatcher(router.num_experts)
         self.sum_over_sequence: SumOverSequence = keep

@@ -1,8 +1,8 @@
 """Rotary positions (arXiv 2104.09864), plain or stretched by YaRN (arXiv 2309.00071).
 
-Layout: interleaved. Dimensions 2f and 2f+1 of a head form the pair that frequency f turns, as in
-the weights that DeepSeek publishes. (Models published for the "halves" layout pair f with
-f + D/2; their projection rows are permuted when they are converted.)
+Frequency f turns a pair of a head's dimensions: 2f and 2f + 1 ("interleaved", as in the weights
+that DeepSeek publishes), or f and f + D/2 ("halves", as in most others). A family has the layout
+that its weights were published in, so that nothing is permuted when they come in or go out.
 
 Nothing is stored: angles follow from the positions, once per model forward, in fp32. So casting a
 model cannot touch them, and a pipeline stage needs no table.
@@ -12,11 +12,14 @@ B batch, S sequence, H heads, D rotary width of a head, F = D/2 frequencies.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from titan_moe.config.model import RopeScaling
+
+RopeLayout = Literal["interleaved", "halves"]
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,23 @@ class Rotation:
 
     cos_BSF: Tensor
     sin_BSF: Tensor
+    layout: RopeLayout = "interleaved"
 
     def __call__(self, x_BSHD: Tensor) -> Tensor:
-        """Turn each pair of dimensions by its angle; in fp32, returned in x's dtype."""
-        even_BSHF, odd_BSHF = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
+        """Turn each pair of dimensions by its angle; in fp32, returned in x's dtype.
+
+        Dimensions beyond the rotary width stay as they are.
+        """
+        width = 2 * self.cos_BSF.shape[-1]
+        if x_BSHD.shape[-1] > width:
+            rotary, rest = x_BSHD[..., :width], x_BSHD[..., width:]
+            return torch.cat([self(rotary), rest], dim=-1)
+        pair = -1 if self.layout == "interleaved" else -2
+        sizes = (-1, 2) if self.layout == "interleaved" else (2, -1)
+        first, second = x_BSHD.float().unflatten(-1, sizes).unbind(pair)
         cos, sin = self.cos_BSF.unsqueeze(2), self.sin_BSF.unsqueeze(2)
-        turned = (even_BSHF * cos - odd_BSHF * sin, even_BSHF * sin + odd_BSHF * cos)
-        return torch.stack(turned, dim=-1).flatten(-2).to(x_BSHD.dtype)
+        turned = (first * cos - second * sin, first * sin + second * cos)
+        return torch.stack(turned, dim=pair).flatten(-2).to(x_BSHD.dtype)
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,7 @@ class Rope:
     theta: float
     max_seq_len: int
     scaling: RopeScaling | None = None
+    layout: RopeLayout = "interleaved"
 
     def __call__(self, positions_BS: Tensor) -> Rotation:
         """Angles at the given positions.
@@ -67,7 +81,7 @@ class Rope:
         )
         angles_BSF = positions_BS.float().unsqueeze(-1) * self.frequencies(positions_BS.device)
         magnitude = self.magnitude()
-        return Rotation(angles_BSF.cos() * magnitude, angles_BSF.sin() * magnitude)
+        return Rotation(angles_BSF.cos() * magnitude, angles_BSF.sin() * magnitude, self.layout)
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per position, fp32 [F]. YaRN: arXiv 2309.00071, section 3.2.

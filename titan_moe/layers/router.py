@@ -39,7 +39,9 @@ class Router(FixedDtype):
     num_groups, num_limited_groups: experts come in num_groups equal groups, and a token's experts
         from num_limited_groups of them; a group's score is the sum of its two best experts'.
     normalize_weights: chosen weights sum to 1 before route_scale multiplies them.
-    selection_bias: added to scores to choose, never to weigh; no gradient.
+    bias: a learned one, added to the logits.
+
+    Buffer selection_bias: added to scores to choose, never to weigh; no gradient.
     """
 
     inits: dict[str, Init]
@@ -57,6 +59,7 @@ class Router(FixedDtype):
         normalize_weights: bool,
         route_scale: float,
         std: float,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts, self.top_k = num_experts, top_k
@@ -67,10 +70,14 @@ class Router(FixedDtype):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=torch.float32))
         self.register_buffer("selection_bias", torch.empty(num_experts, dtype=torch.float32))
         self.inits = {"weight": Normal(std), "selection_bias": Constant(0.0)}
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
+            self.inits["bias"] = Constant(0.0)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """logits_TE, fp32."""
-        return F.linear(x_TD.float(), self.weight)
+        return F.linear(x_TD.float(), self.weight, self.bias)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         if self.score_function == "sigmoid":

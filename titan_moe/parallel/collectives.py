@@ -4,6 +4,7 @@
     reduce_scatter    sum over ranks, own slice              back: slices -> the whole
     all_reduce        sum over ranks                         back: as it is (the same on all ranks)
     all_reduce_back   as it is (the same on all ranks)       back: sum over ranks
+    all_reduce_both_ways  sum over ranks                     back: sum over ranks
     own_slice         own slice of what is the same on all   back: slices -> the whole
     join_slices       slices -> the whole                    back: own slice (the same on all ranks)
 
@@ -97,6 +98,10 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def all_reduce_back(x: Tensor, group: ProcessGroup) -> Tensor:
     return there_and_back(x, _same, lambda grad: summed(grad, group))
+
+
+def all_reduce_both_ways(x: Tensor, group: ProcessGroup) -> Tensor:
+    return there_and_back(x, lambda x: summed(x, group), lambda grad: summed(grad, group))
 
 
 def own_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

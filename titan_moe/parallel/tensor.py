@@ -10,21 +10,25 @@ B batch, S tokens of the ranks together, D hidden, V vocabulary, v this rank's p
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from titan_moe.config.sections import Parallelism
 from titan_moe.layers.experts import Experts
 from titan_moe.layers.head import Head, cross_entropy
-from titan_moe.layers.linear import Embedding
+from titan_moe.layers.linear import Embedding, Linear
 from titan_moe.layers.moe import MoE
+from titan_moe.layers.norm import RMSNorm
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.collectives import (
     all_gather,
     all_reduce,
     all_reduce_back,
+    all_reduce_both_ways,
     join_slices,
     own_slice,
     reduce_scatter,
@@ -87,7 +91,7 @@ def apply_tensor_parallel(
         by_token = any(_is_in(name, moe) for moe in moes)
         stream = own_tokens if by_token else residual
         if name in dims:
-            _split(splitter, module, name, dims[name])
+            _split(splitter, module, name, dims[name], stream)
         elif not isinstance(module, Experts):
             for parameter in _own(module):
                 splitter.replicate(module, parameter, partial=inside or stream.split)
@@ -96,7 +100,7 @@ def apply_tensor_parallel(
         if fits(name, sharding.gather_outputs):
             module.register_forward_hook(_gather_output(stream))
         if name in rowwise:
-            module.register_forward_hook(_sum_output(stream))
+            _sum_output(module, stream)
         if isinstance(module, MoE):
             _take_own_tokens(module, residual)
         elif isinstance(module, Embedding):
@@ -135,15 +139,21 @@ def _is_in(name: str, parent: str) -> bool:
     return name == parent or name.startswith(f"{parent}.")
 
 
-def _split(splitter: Splitter, module: nn.Module, name: str, dim: int) -> None:
+def _split(splitter: Splitter, module: nn.Module, name: str, dim: int, stream: Stream) -> None:
+    """Along dim; a bias of what is split by inputs stays whole, as it is added after the sum."""
     for parameter in _own(module):
         try:
-            splitter.split(module, parameter, dim)
+            if module.get_parameter(parameter).ndim > dim:
+                splitter.split(module, parameter, dim)
+            else:
+                splitter.replicate(module, parameter, partial=stream.split)
         except ValueError as error:
             raise ValueError(
                 f"parallelism.tensor_parallel_degree = {splitter.mesh.size()}: {name}.{parameter}: "
                 f"{error}"
             ) from None
+    if isinstance(module, RMSNorm):  # over a width of which each rank has a part
+        module.sum_over_width = partial(all_reduce_both_ways, group=stream.group)
 
 
 def _gather_input(stream: Stream) -> Any:
@@ -160,11 +170,15 @@ def _gather_output(stream: Stream) -> Any:
     return hook
 
 
-def _sum_output(stream: Stream) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], share: Tensor) -> Tensor:
-        return stream.leave(share)
+def _sum_output(linear: nn.Module, stream: Stream) -> None:
+    """Its ranks' results are shares of a sum; its bias, if it has one, is no part of a share."""
+    assert isinstance(linear, Linear)
 
-    return hook
+    def forward(x: Tensor) -> Tensor:
+        out = stream.leave(F.linear(x, linear.weight))
+        return out if linear.bias is None else out + linear.bias
+
+    setattr(linear, "forward", forward)  # noqa: B010
 
 
 def _take_own_tokens(moe: MoE, residual: Stream) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from titan_moe.config.model import AttentionShape, ModelConfig
 
@@ -12,7 +12,6 @@ class GroupedQueryConfig(ModelConfig):
 
     num_kv_heads: PositiveInt = Field(description="heads of keys and values")
     head_dim: PositiveInt = Field(multiple_of=2, description="width of a head, all of it rotary")
-    balance_loss_weight: NonNegativeFloat = Field(description="sequence-wise balance loss")
 
     @model_validator(mode="after")
     def _heads_and_blocks_fit(self) -> Self:

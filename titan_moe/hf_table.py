@@ -1,0 +1,92 @@
+"""What a family's checkpoints look like on the Hugging Face side: one table, read both ways.
+
+A recipe's `hf.py` holds a `HuggingFace`; import and export, which read it, are in `titan_moe/hf`.
+Torch-free.
+
+Names are patterns. `{layer}` stands for a block's number, `{mtp}` for that of a layer of
+multi-token prediction (counted on after the blocks), `{beyond}` for any number after all of these,
+`{expert}` for an expert's.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_moe.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One of our tensors, and where its numbers are on their side.
+
+    theirs: with `{expert}`, one tensor for each index of our first dimension; else one tensor.
+    transposed: the last two dimensions of theirs are ours the other way round.
+    every: (first, step): along the last dimension (after transposing) ours are their entries
+        number first, first + step, ...; absent: all.
+    float32: it stays so on export, whatever the others are cast to.
+    """
+
+    ours: str
+    theirs: str
+    transposed: bool = False
+    every: tuple[int, int] | None = None
+    float32: bool = False
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Their second name for one of our tensors: written on export, not read on import."""
+
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Theirs that a recipe has no use for: not read on import, not written on export.
+
+    theirs may end in `*`. why: for the log.
+    """
+
+    theirs: str
+    why: str
+
+
+@dataclass(frozen=True)
+class OursOnly:
+    """Ours that has no place on their side: on import it keeps its initial value.
+
+    must_be_zero: export refuses values that would be lost with it.
+    """
+
+    ours: str
+    must_be_zero: bool = False
+
+
+Row = Weight | Copy | LeftOut | OursOnly
+
+
+def nothing(cfg: ModelConfig) -> dict[str, Any]:
+    """No derived keys."""
+    return {}
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """`HF` of a recipe's hf.py.
+
+    architecture, model_type: as config.json has them.
+    weights: one row for every tensor of either side; a name that fits none is an error.
+    keys: from our key of `[model]` to theirs of config.json. `rope_theta` and `rope_scaling` need
+        no entry.
+    fixed: keys of theirs with the only value that the recipe computes. Written on export; on import
+        another value is an error, an absent key is not.
+    derived: the same for what follows from the sizes.
+    """
+
+    architecture: str
+    model_type: str
+    weights: tuple[Row, ...]
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    derived: Callable[[Any], dict[str, Any]] = nothing
