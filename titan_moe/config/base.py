@@ -1,6 +1,9 @@
 """What every table of a recipe TOML shares: frozen, strictly typed, closed to unknown keys."""
 
-from pydantic import BaseModel, ConfigDict
+import os.path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
 class Section(BaseModel):
@@ -11,3 +14,16 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+NO_NUL = "a path holds no NUL character"
+
+
+def _path(text: str) -> str:
+    """A path as every reader of the config is to see it: `~` is the home folder."""
+    if "\0" in text:
+        raise ValueError(NO_NUL)
+    return os.path.expanduser(text)
+
+
+FilePath = Annotated[str, AfterValidator(_path)]

@@ -25,6 +25,11 @@ from titan_moe.config.checks_disk import (
     run_folder_can_be_made,
     tokenizer_fits,
 )
+from titan_moe.config.checks_model import (
+    backend_masks_documents,
+    flex_has_documents,
+    sequence_within_rotary_table,
+)
 from titan_moe.config.checks_parallel import (
     batch_divides,
     degrees_fill_world,
@@ -97,29 +102,6 @@ def _value(config: RunConfig, key: str) -> Any:
 def _shown(config: RunConfig, key: str) -> str:
     value = _value(config, key)
     return "(absent)" if value is None else toml_text(value)
-
-
-def sequence_within_rotary_table(config: RunConfig, world: int | None) -> Faults:
-    if config.training.seq_len > config.model.max_seq_len:
-        limit = config.model.max_seq_len
-        yield Fault("training.seq_len", f"more than model.max_seq_len {limit}, the rotary limit")
-
-
-def backend_masks_documents(config: RunConfig, world: int | None) -> Faults:
-    if config.training.attention_backend == "sdpa" and config.training.document_mask:
-        yield Fault(
-            "training.attention_backend",
-            'cannot go with training.document_mask = true; use "auto", "flex" or "blocked"',
-        )
-
-
-def flex_has_documents(config: RunConfig, world: int | None) -> Faults:
-    training, cp = config.training, config.parallelism.context_parallel_degree
-    # Slices of a row need a mask even without documents.
-    if training.attention_backend == "flex" and not training.document_mask and cp == 1:
-        remedy = 'use "auto" or "sdpa"'
-        message = f"cannot go with training.document_mask = false; {remedy}"
-        yield Fault("training.attention_backend", message)
 
 
 def warmup_and_decay_fit(config: RunConfig, world: int | None) -> Faults:

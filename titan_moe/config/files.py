@@ -10,10 +10,10 @@ from typing import Any
 
 import tomli
 
+from titan_moe.config.base import NO_NUL
 from titan_moe.config.command_line import DEFAULT_CONFIG
 from titan_moe.config.errors import ConfigError
 from titan_moe.config.keys import KeyPath, dotted, toml_text
-from titan_moe.config.sections import NO_NUL
 
 DEEPEST = 32
 INTEGER_BITS = 64
