@@ -4,10 +4,11 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from titan_moe.config.model import AttentionShape, ModelConfig
+from titan_moe.config.model import AttentionShape
+from titan_moe.config.mtp import MultiTokenPrediction
 
 
-class DeepseekV3Config(ModelConfig):
+class DeepseekV3Config(MultiTokenPrediction):
     """Multi-head latent attention, sigmoid routing in groups, balance without auxiliary loss."""
 
     q_lora_rank: int = Field(ge=0, description="width of the query latent; 0: queries have none")

@@ -15,6 +15,7 @@ from titan_moe.layers.experts import Experts
 from titan_moe.layers.linear import Linear
 from titan_moe.layers.mlp import SwiGLU
 from titan_moe.layers.moe import MoE
+from titan_moe.layers.mtp import PredictsAhead
 from titan_moe.layers.norm import RMSNorm
 from titan_moe.layers.rope import Rope
 from titan_moe.layers.router import Router
@@ -102,6 +103,10 @@ class Block(nn.Module):
         return x_BSD + self.mlp(normed_BSD)
 
 
+class MtpBlock(PredictsAhead, Block):
+    """A layer of multi-token prediction, with experts."""
+
+
 def build_moe(cfg: DeepseekV3Config, layer: int) -> MoE:
     """The experts of block `layer`, with that layer's balance settings."""
     hidden, inner, std = cfg.hidden_size, cfg.moe_intermediate_size, cfg.initializer_range
@@ -136,5 +141,5 @@ class Model(Decoder):
             has_embedding=has_embedding,
             has_head=has_head,
             rope=rope,
-            block=lambda layer: Block(cfg, layer, rope),
+            block=lambda layer: (Block if layer < cfg.num_layers else MtpBlock)(cfg, layer, rope),
         )

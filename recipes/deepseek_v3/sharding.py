@@ -9,6 +9,7 @@ SHARDING = Sharding(
         FsdpUnit("layers.*.moe.router", precision="float32"),
         FsdpUnit("layers.*.moe.experts", mesh="sparse"),
         FsdpUnit("layers.*"),
+        FsdpUnit("head.norm"),  # multi-token prediction asks for it alone
         FsdpUnit("head"),
     ),
     colwise=(

@@ -89,10 +89,12 @@ class ModelConfig(Section):
             raise ValueError(f"top_k = {self.top_k} is more than num_experts = {self.num_experts}")
         for key in ("balance_loss_weight", "z_loss_weight", "bias_update_rate"):
             value = getattr(self, key)
-            if isinstance(value, list) and len(value) != self.num_moe_layers:
+            layers, ahead = self.num_moe_layers + self.mtp_depth(), self.mtp_depth()
+            if isinstance(value, list) and len(value) != layers:
                 raise ValueError(
-                    f"{key} has {len(value)} values for {self.num_moe_layers} MoE layers "
-                    "(num_layers - num_dense_layers): give one per MoE layer, or a single number"
+                    f"{key} has {len(value)} values for {layers} MoE layers (num_layers - "
+                    f"num_dense_layers{' + num_mtp_layers' if ahead else ''}): give one per MoE "
+                    "layer, or a single number"
                 )
         return self
 
@@ -108,10 +110,21 @@ class ModelConfig(Section):
 
     @property
     def num_moe_layers(self) -> int:
+        """Blocks with experts; layers of multi-token prediction come on top."""
         return self.num_layers - self.num_dense_layers
 
+    def mtp_depth(self) -> int:
+        """Layers of multi-token prediction; see config/mtp.py for families that have them."""
+        return 0
+
+    def mtp_weight(self) -> float:
+        """Factor on the mean of their losses."""
+        return 0.0
+
     def balance(self, layer: int) -> Balance:
-        """Of block `layer`, counted over all blocks; it has experts."""
+        """Of block `layer`, counted over all blocks and on over those of multi-token prediction;
+        it has experts.
+        """
 
         def of_layer(value: float | list[float]) -> float:
             return value[layer - self.num_dense_layers] if isinstance(value, list) else value
@@ -134,7 +147,7 @@ class ModelConfig(Section):
         sizes = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
         if self.num_dense_layers:
             sizes["intermediate_size"] = self.intermediate_size
-        if self.num_shared_experts and self.num_dense_layers < self.num_layers:
+        if self.num_shared_experts and self.num_moe_layers + self.mtp_depth():
             width = self.moe_intermediate_size * self.num_shared_experts
             sizes["moe_intermediate_size * num_shared_experts"] = width
         return sizes

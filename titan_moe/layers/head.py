@@ -1,15 +1,19 @@
 """The end of a model: final norm, output projection, cross-entropy.
 
-B batch, S sequence, D hidden, V vocabulary.
+B batch, S sequence, D hidden, V vocabulary, M depths of multi-token prediction, K = 1 + M.
 """
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_moe.layers.balance import accumulate, attach_loss
+from titan_moe.layers.init import Constant, Init
 from titan_moe.layers.linear import Linear
 from titan_moe.layers.norm import RMSNorm
+from titan_moe.layers.router import FixedDtype
 
 IGNORED_LABEL = -100
 
@@ -29,27 +33,77 @@ def keep(logits_BSV: Tensor) -> Tensor:
     return logits_BSV
 
 
+class LossesAhead(FixedDtype):
+    """Losses of multi-token prediction: differentiated with the main loss, and logged apart.
+
+    Buffers, fp32 [M], which are not saved:
+        scale_M: factor on each depth's gradient; whoever knows a step's labels at that depth
+            writes it.
+        nats_M: each depth's summed cross-entropy since someone zeroed it, in this process.
+    """
+
+    inits: dict[str, Init]
+    scale_M: Tensor
+    nats_M: Tensor
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.register_buffer("scale_M", torch.empty(depth, dtype=torch.float32), persistent=False)
+        self.register_buffer("nats_M", torch.empty(depth, dtype=torch.float32), persistent=False)
+        self.inits = {"scale_M": Constant(1.0), "nats_M": Constant(0.0)}
+
+    def forward(self, main: Tensor, ahead: list[Tensor]) -> Tensor:
+        """main, whose gradient is from now on that of main + the sum of scale * loss, all 0-d.
+
+        Whatever main is multiplied by afterwards does not reach the others.
+        """
+        accumulate(torch.stack(ahead).detach(), self.nats_M)
+        for loss, scale in zip(ahead, self.scale_M.unbind(), strict=True):
+            main = attach_loss(main, loss, scale)
+        return main
+
+
 class Head(nn.Module):
     """Both uses go through `forward`, so that whatever wraps the module sees them.
+
+    mtp_depth: M, layers of multi-token prediction, whose logits are made by the same output.
 
     Slots: cross_entropy(logits, labels_BS) -> 0-d sum; whole_logits(logits) -> logits_BSV.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, norm_eps: float, std: float) -> None:
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, norm_eps: float, std: float, mtp_depth: int = 0
+    ) -> None:
         super().__init__()
         self.norm = RMSNorm(hidden_size, eps=norm_eps)
         self.output = Linear(hidden_size, vocab_size, std=std)
+        self.ahead = LossesAhead(mtp_depth) if mtp_depth else None
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
         self.whole_logits: Callable[[Tensor], Tensor] = keep
 
     def forward(self, hidden_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        logits_BSV = self.output(self.norm(hidden_BSD))
         if labels_BS is None:
-            return self.whole_logits(logits_BSV)
-        return self.cross_entropy(logits_BSV, labels_BS)
+            return self.whole_logits(self.output(self.norm(hidden_BSD)))
+        if labels_BS.ndim == 2:
+            return self.cross_entropy(self.output(self.norm(hidden_BSD)), labels_BS)
+        assert self.ahead is not None, "labels ahead without multi-token prediction"
+        hidden_BSD, *normed = hidden_BSD.chunk(labels_BS.shape[2], dim=2)
+        labels_BS, *further = labels_BS.unbind(dim=2)
+        main = self.cross_entropy(self.output(self.norm(hidden_BSD)), labels_BS)
+        return self.ahead(
+            main,
+            [
+                self.cross_entropy(self.output(normed_BSD), labels_BS)
+                for normed_BSD, labels_BS in zip(normed, further, strict=True)
+            ],
+        )
 
     def loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        """Sum of the cross-entropy in nats over labels other than -100: fp32, 0-d."""
+        """Sum of the cross-entropy in nats over labels other than -100: fp32, 0-d.
+
+        Given what a decoder returns of all depths [B, S, K·D], and labels_BSK, it is the main
+        loss still, to whose gradient `ahead` adds that of the other depths.
+        """
         return self(hidden_BSD, labels_BS)
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
