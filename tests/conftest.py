@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.stand_in import Block, Run, assert_same
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

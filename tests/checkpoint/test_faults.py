@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.checkpoint.stand_in import Run, assert_same
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.checkpoint import folder as disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.stand_in import Run, assert_same
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 
 Values = dict[str, Tensor]
 

@@ -11,8 +11,8 @@ from tests.checkpoint.stand_in import assert_same
 from tests.parity.cases import MAX_NORM, Case, config_of
 from tests.parity.run import build, rows_of, whole
 from tests.parity.tiny import batch_of_step
-from tests.pool import Pool
 from tests.tolerances import LOADED_LOSS_RTOL
+from titan_moe.check.pool import Pool
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config.sections import Checkpoint
 from titan_moe.optim import build_optimizer

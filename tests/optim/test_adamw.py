@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.config.layout import Layout
 from titan_moe.config.sections import Optimizer
 from titan_moe.mesh import Meshes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.parallel import collectives
 
 Differentiable = Callable[..., Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.config import load_config
 from titan_moe.layers.mask import AttentionMask
 from titan_moe.parallel.context import (

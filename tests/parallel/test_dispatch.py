@@ -25,8 +25,8 @@ from tests.parallel.dispatching import (
     spread,
     visit,
 )
-from tests.pool import Pool
 from tests.tolerances import BF16_ROUNDED, FP32_REORDERED
+from titan_moe.check.pool import Pool
 from titan_moe.parallel.collectives import Map
 from titan_moe.parallel.dispatch import rows, two_tier, wire
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.dispatching import E, Outcome, Visits, dispatcher, spread, visit
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.parallel.dispatch.wire import CountsBytes, Traffic, Wire
 
 PAGE = Path(__file__).parents[2] / "docs/dispatchers.md"

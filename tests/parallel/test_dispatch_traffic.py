@@ -22,8 +22,8 @@ from tests.parallel.dispatching import (
     spread,
     visit,
 )
-from tests.pool import Pool
 from tests.tolerances import FP32_REORDERED
+from titan_moe.check.pool import Pool
 from titan_moe.config.model import Balance
 from titan_moe.layers.experts import Experts
 from titan_moe.layers.moe import MoE

@@ -13,8 +13,8 @@ from tests.parity.cases import Case, config_of
 from tests.parity.reference import Reference, cross_entropy
 from tests.parity.run import build, gradients_of, rows_of, whole
 from tests.parity.tiny import MODEL, ROWS, SEQ_LEN, batch_of_step
-from tests.pool import Pool
 from tests.tolerances import PARITY_CURVE_RTOL, PARITY_GRADIENT_ERROR
+from titan_moe.check.pool import Pool
 from titan_moe.config.layout import Layout
 from titan_moe.mesh import Meshes
 from titan_moe.optim import build_optimizer

@@ -16,8 +16,8 @@ from tests.layers.helpers import error
 from tests.parity.cases import Case, config_of, layout_of, parallelism_of
 from tests.parity.run import gradients_of, rows_of, whole
 from tests.parity.tiny import MODEL, batch_of_step
-from tests.pool import Pool
 from tests.tolerances import PARITY_GRADIENT_ERROR
+from titan_moe.check.pool import Pool
 from titan_moe.config.layout import Layout
 from titan_moe.config.sections import Parallelism
 from titan_moe.layers.moe import MoE

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.layers.helpers import error, fill
 from tests.parity.cases import Case
 from tests.parity.run import Trace, train
-from tests.pool import Pool
 from tests.tolerances import FP32_REORDERED, PARITY_GRADIENT_ERROR
+from titan_moe.check.pool import Pool
 from titan_moe.config.sections import Parallelism
 from titan_moe.layers.experts import Experts
 from titan_moe.passes.expert_chunks import apply_expert_chunks

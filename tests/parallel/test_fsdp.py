@@ -14,7 +14,7 @@ from recipes.deepseek_v3.sharding import SHARDING
 from tests.parity.cases import Case, config_of
 from tests.parity.run import build, rows_of
 from tests.parity.tiny import MODEL, batch_of_step
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.config.layout import Layout
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.fsdp import apply_fsdp, fsdp_modules

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.config.layout import Layout
 from titan_moe.layers.init import Computed, Constant, Init, Normal
 from titan_moe.mesh import Meshes

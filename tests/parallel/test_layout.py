@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 from torch import distributed as dist
 
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.config.layout import Layout
 from titan_moe.mesh import Meshes
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.layers.linear import Linear
 from titan_moe.parallel.local import Splitter, partial_parameters
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.parity.cases import Case
 from tests.parity.reference import Reference
 from tests.parity.run import build
-from tests.pool import Pool
 from tests.tolerances import NORM_RTOL
+from titan_moe.check.pool import Pool
 from titan_moe.config.layout import Layout
 from titan_moe.mesh import Meshes
 from titan_moe.parallel.norm import clip_grads, grad_norm

@@ -18,9 +18,9 @@ from tests.layers.helpers import error
 from tests.parity.cases import Case, config_of, layout_of
 from tests.parity.run import Trace, Values, of_all_stages, rows_of, whole
 from tests.parity.tiny import MODEL, batch_of_step
-from tests.pool import Pool
 from tests.tolerances import BF16_ROUNDED, PARITY_GRADIENT_ERROR, PARITY_RTOL
 from titan_moe import parallelize as page
+from titan_moe.check.pool import Pool
 from titan_moe.config.sections import RunConfig
 from titan_moe.mesh import Meshes
 from titan_moe.optim import build_optimizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 
 
 def total_of_ranks(scale: float) -> float:

@@ -14,7 +14,7 @@ from recipes.deepseek_v3.sharding import SHARDING
 from tests.parity.cases import Case, config_of, layout_of
 from tests.parity.run import rows_of
 from tests.parity.tiny import batch_of_step
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.layers.linear import Linear
 from titan_moe.layers.norm import RMSNorm
 from titan_moe.mesh import Meshes

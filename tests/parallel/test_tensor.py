@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from recipes.deepseek_v3.config import DeepseekV3Config
 from recipes.deepseek_v3.model import Model
 from recipes.deepseek_v3.sharding import SHARDING
-from tests.pool import Pool
 from tests.recipes import tiny
 from tests.tolerances import FP32_LOGITS, FP32_MODEL_GRADIENT
+from titan_moe.check.pool import Pool
 from titan_moe.config.layout import Layout
 from titan_moe.config.sections import Parallelism
 from titan_moe.mesh import Meshes

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import distributed as dist
 
-from tests.pool import Pool
 from tests.tolerances import BF16_ROUNDED, FP32_REORDERED
+from titan_moe.check.pool import Pool
 from titan_moe.parallel.vocabulary import embed_slice, sliced_cross_entropy
 
 B, S, V, D = 2, 6, 16, 5

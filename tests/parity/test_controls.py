@@ -9,7 +9,7 @@ from tests.parity.controls import CONTROLS, Control
 from tests.parity.layouts import LAYOUTS
 from tests.parity.reference import reference
 from tests.parity.run import train
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=str)

@@ -10,7 +10,7 @@ from tests.parity.layouts import LAYOUTS
 from tests.parity.reference import Reference, reference
 from tests.parity.run import build, train, whole
 from tests.parity.table import TABLE, rows_in, write_table
-from tests.pool import Pool
+from titan_moe.check.pool import Pool
 from titan_moe.config.checks import run_checks
 
 

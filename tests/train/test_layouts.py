@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.pool import Pool
 from tests.tolerances import PARITY_CURVE_RTOL
 from tests.train.runs import lines_of, train_here, write_recipe
+from titan_moe.check.pool import Pool
 from titan_moe.parallel.engine import Engine, StepOutput
 
 REPLICATE = "--parallelism.data_parallel_replicate_degree"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from tests.pool import Pool
 from tests.tolerances import PARITY_CURVE_RTOL
 from tests.train.runs import ROOT, lines_of, train_here, write_recipe
+from titan_moe.check.pool import Pool
 
 pytestmark = pytest.mark.nightly
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import Pool
 from tests.train.runs import (
     assert_same,
     family,
@@ -21,6 +20,7 @@ from tests.train.runs import (
     wait_for_step,
     write_recipe,
 )
+from titan_moe.check.pool import Pool
 
 STEPS = 40
 LONG = f"--training.steps={STEPS}"

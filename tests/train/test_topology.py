@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import Pool
 from tests.train.runs import train_here, write_recipe
+from titan_moe.check.pool import Pool
 
 SHORT = ("--training.steps=1", "--validation.enable=false", "--checkpoint.enable=false")
 

@@ -1,4 +1,4 @@
-"""A pool of gloo processes, started once per test session: starting them costs more than a case.
+"""A pool of gloo processes, started once and used again: starting them costs more than a case.
 
     def case(scale: float) -> float:            # at module level, so that a worker can import it
         return scale * torch.distributed.get_rank()
@@ -6,7 +6,7 @@
     def test_it(pool: Pool) -> None:
         assert pool.run(2, case, 10.0) == [0.0, 10.0]
 
-Workers live until the session ends, so a case must not leave global state behind (default dtype,
+Workers live until the pool is closed, so a case must not leave global state behind (default dtype,
 threads, environment); its process group is made for it and destroyed after it.
 """
 
