@@ -3,9 +3,9 @@
 A recipe's `hf.py` holds a `HuggingFace`; import and export, which read it, are in `titan_moe/hf`.
 Torch-free.
 
-Names are patterns. `{layer}` stands for a block's number, `{mtp}` for that of a layer of
-multi-token prediction (counted on after the blocks), `{beyond}` for any number after all of these,
-`{expert}` for an expert's.
+Names are patterns. `{layer}` stands for a block's number, those of layers of multi-token prediction
+(counted on after the blocks) among them; `{mtp}` for one of these alone; `{beyond}` for any number
+after all of them; `{expert}` for an expert's.
 """
 
 from collections.abc import Callable, Mapping
@@ -79,6 +79,10 @@ class HuggingFace:
     weights: one row for every tensor of either side; a name that fits none is an error.
     keys: from our key of `[model]` to theirs of config.json. `rope_theta` and `rope_scaling` need
         no entry.
+    nulls: our value of a key that is null on their side, e.g. {"q_lora_rank": 0}. Where ours is
+        absent, theirs is null in any case.
+    may_have_fewer: keys of which a model may have less than the checkpoint that it starts from,
+        as layers of multi-token prediction, whose tensors a LeftOut row then covers.
     fixed: keys of theirs with the only value that the recipe computes. Written on export; on import
         another value is an error, an absent key is not.
     derived: the same for what follows from the sizes.
@@ -88,5 +92,7 @@ class HuggingFace:
     model_type: str
     weights: tuple[Row, ...]
     keys: Mapping[str, str]
+    nulls: Mapping[str, Any] = field(default_factory=dict)
+    may_have_fewer: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     derived: Callable[[Any], dict[str, Any]] = nothing

@@ -8,4 +8,5 @@ RECIPE = Recipe(
     config=DeepseekV3Config,
     model=f"{__name__}.model.Model",
     sharding=f"{__name__}.sharding.SHARDING",
+    hf=f"{__name__}.hf.HF",
 )
