@@ -58,7 +58,9 @@ class ModelConfig(Section):
     num_layers: PositiveInt = Field(description="transformer blocks, leading dense ones included")
     num_dense_layers: int = Field(0, ge=0, description="leading blocks without experts")
     num_heads: PositiveInt = Field(description="attention heads")
-    intermediate_size: PositiveInt = Field(description="inner width of a dense block's MLP")
+    intermediate_size: int = Field(
+        0, ge=0, description="inner width of a dense block's MLP; 0 where no block is dense"
+    )
     moe_intermediate_size: PositiveInt = Field(description="inner width of one expert")
     num_experts: PositiveInt = Field(description="routed experts per MoE layer")
     top_k: PositiveInt = Field(description="routed experts that each token visits")
@@ -84,6 +86,11 @@ class ModelConfig(Section):
             raise ValueError(
                 f"num_dense_layers = {self.num_dense_layers} is more than num_layers = "
                 f"{self.num_layers}"
+            )
+        if self.num_dense_layers and not self.intermediate_size:
+            raise ValueError(
+                f"num_dense_layers = {self.num_dense_layers} needs intermediate_size, the inner "
+                "width of a dense block's MLP"
             )
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k = {self.top_k} is more than num_experts = {self.num_experts}")
