@@ -47,7 +47,8 @@ def load_weights(
         if name.removeprefix(MODEL) not in names.only_ours
     }
     try:
-        dcp_load(tensors, storage_reader=reader, process_group=group)
+        alone = not dist.is_initialized()
+        dcp_load(tensors, storage_reader=reader, process_group=group, no_dist=alone)
     except CheckpointException as error:
         reasons = "; ".join(
             f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items())
