@@ -10,6 +10,7 @@ from titan_moe.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/__init__.py"))
+EMBEDDED_DEFAULT = "deepseek_v3"  # whose debug.toml is everybody's
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -19,11 +20,15 @@ def test_a_copy_runs_its_own_parts(
     copy = f"copy_of_{family}"
     shutil.copytree(ROOT / "recipes" / family, tmp_path / copy)
     monkeypatch.syspath_prepend(tmp_path)
-    config = load_config(ROOT / "train_configs/debug.toml", [f"--model.recipe={copy}"])
+    folder = "." if family == EMBEDDED_DEFAULT else family
+    toml = ROOT / "train_configs" / folder / "debug.toml"
+    config = load_config(toml, [f"--model.recipe={copy}"])
     recipe = load_recipe(copy)
     parts = [type(config.model), recipe.config, recipe.load_model_class()]
     assert {part.__module__.partition(".")[0] for part in parts} == {copy}
-    for part in (recipe.model, recipe.sharding):
+    assert recipe.hf is not None
+    for part in (recipe.model, recipe.sharding, recipe.hf):
         assert part.startswith(f"{copy}.")
+    assert recipe.load_hf().weights == load_recipe(f"recipes.{family}").load_hf().weights
     text = "".join(path.read_text() for path in (tmp_path / copy).glob("*.py"))
     assert f"recipes.{family}" not in text
