@@ -6,6 +6,7 @@ import pytest
 
 from titan_moe.config import load_config
 from titan_moe.config.model import AttentionShape, ModelConfig
+from titan_moe.config.mtp import MultiTokenPrediction
 from titan_moe.flops import (
     block_flops_per_token,
     logits_flops_per_token,
@@ -17,7 +18,7 @@ SEQ_LEN = 4096
 GIGA = 1e9
 
 
-class GroupedQueryConfig(ModelConfig):
+class GroupedQueryConfig(MultiTokenPrediction):
     """Plain grouped-query attention, for the published sizes below."""
 
     num_kv_heads: int
@@ -35,7 +36,7 @@ class GroupedQueryConfig(ModelConfig):
         )
 
 
-class LatentConfig(ModelConfig):
+class LatentConfig(MultiTokenPrediction):
     """Multi-head latent attention of DeepSeek-V3 (arXiv 2412.19437, section 4.2)."""
 
     def attention_shape(self, layer: int) -> AttentionShape:
@@ -109,15 +110,19 @@ QWEN3_235B = qwen3(
 def test_published_models(
     cfg: ModelConfig, num_mtp_layers: int, digits: int, gigaflops: float
 ) -> None:
-    total = model_flops_per_token(cfg, SEQ_LEN, num_mtp_layers).total
+    cfg = cfg.model_copy(update={"num_mtp_layers": num_mtp_layers})
+    total = model_flops_per_token(cfg, SEQ_LEN).total
     assert round(total / GIGA, digits) == gigaflops
 
 
 def test_the_recipe_counts_as_published() -> None:
     cfg = load_config(REPOSITORY / "train_configs" / "deepseek_v3" / "671b.toml").model
     for num_mtp_layers in (0, 1):
-        counted = model_flops_per_token(cfg, SEQ_LEN, num_mtp_layers)
-        assert counted == model_flops_per_token(DEEPSEEK_V3, SEQ_LEN, num_mtp_layers)
+        ours, published = (
+            model.model_copy(update={"num_mtp_layers": num_mtp_layers})
+            for model in (cfg, DEEPSEEK_V3)
+        )
+        assert model_flops_per_token(ours, SEQ_LEN) == model_flops_per_token(published, SEQ_LEN)
 
 
 def tiny(**overrides: int | None) -> GroupedQueryConfig:
@@ -165,9 +170,13 @@ def test_window_is_the_mean_over_queries() -> None:
 
 
 def test_mtp_layer_is_a_block_a_projection_and_logits() -> None:
-    flops = model_flops_per_token(tiny(), seq_len=8, num_mtp_layers=2)
     block = 6 * 144 + 6 * 2 * 8 * 4 + 6 * 3 * 3 * 6 * 5  # attention, scores, 2 + 1 experts
-    assert flops.mtp == 2 * (block + 6 * 12 * 6 + 6 * 6 * 11)
+    for num_dense_layers in (1, 3):  # even where no other block has experts
+        cfg = tiny(num_dense_layers=num_dense_layers, num_mtp_layers=2)
+        flops = model_flops_per_token(cfg, seq_len=8)
+        assert flops.mtp == 2 * (block + 6 * 12 * 6 + 6 * 6 * 11)
+        without = model_flops_per_token(tiny(num_dense_layers=num_dense_layers), seq_len=8)
+        assert flops.total - flops.mtp == without.total
 
 
 def test_one_block_and_the_logits_alone() -> None:

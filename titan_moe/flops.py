@@ -7,8 +7,8 @@ The convention, the same for every model:
   - causal attention as if one document filled the sequence: a query sees seq_len / 2 keys on
     average (the continuous mean; with a window of W keys it is W - W^2 / (2 seq_len));
   - recomputation is the machine's work, not the model's, and never counted;
-  - one multi-token-prediction layer is one more block of the last layer's kind, its 2D -> D
-    projection, and the logits once more (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+  - one multi-token-prediction layer is one more block with experts, its 2D -> D projection, and
+    the logits once more (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 """
 
 from dataclasses import dataclass, fields
@@ -53,20 +53,18 @@ class ModelFlops:
         return _total(self)
 
 
-def model_flops_per_token(cfg: ModelConfig, seq_len: int, num_mtp_layers: int = 0) -> ModelFlops:
+def model_flops_per_token(cfg: ModelConfig, seq_len: int) -> ModelFlops:
     """Count what one token costs in a training step.
 
     cfg: sizes; `cfg.attention_shape(layer)` states each block's attention.
     seq_len: tokens per sequence.
-    num_mtp_layers: multi-token-prediction layers trained along.
     """
     blocks = [block_flops_per_token(cfg, layer, seq_len) for layer in range(cfg.num_layers)]
     logits = logits_flops_per_token(cfg)
-    mtp_layer = blocks[-1].total + _step(2 * cfg.hidden_size * cfg.hidden_size) + logits
     of_blocks = {
         part.name: sum(getattr(block, part.name) for block in blocks) for part in fields(BlockFlops)
     }
-    return ModelFlops(**of_blocks, logits=logits, mtp=num_mtp_layers * mtp_layer)
+    return ModelFlops(**of_blocks, logits=logits, mtp=mtp_flops_per_token(cfg, seq_len))
 
 
 def block_flops_per_token(cfg: ModelConfig, layer: int, seq_len: int) -> BlockFlops:
@@ -87,6 +85,14 @@ def block_flops_per_token(cfg: ModelConfig, layer: int, seq_len: int) -> BlockFl
 def logits_flops_per_token(cfg: ModelConfig) -> float:
     """The same of the output projection alone."""
     return _step(cfg.hidden_size * cfg.vocab_size)
+
+
+def mtp_flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
+    """The same of all layers of multi-token prediction."""
+    layers = range(cfg.num_layers, cfg.num_layers + cfg.mtp_depth())
+    blocks = sum(block_flops_per_token(cfg, layer, seq_len).total for layer in layers)
+    besides = _step(2 * cfg.hidden_size * cfg.hidden_size) + logits_flops_per_token(cfg)
+    return blocks + len(layers) * besides
 
 
 def _total(parts: BlockFlops | ModelFlops) -> float:

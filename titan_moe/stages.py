@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from titan_moe.config.schedules import num_stages, stage_ranks
 from titan_moe.config.sections import RunConfig
-from titan_moe.flops import block_flops_per_token, logits_flops_per_token
+from titan_moe.flops import block_flops_per_token, logits_flops_per_token, mtp_flops_per_token
 
 FEW_STAGES = 8  # as many have their blocks told on one line
 
@@ -121,14 +121,13 @@ def _cheapest(
 
 
 def _costs(config: RunConfig) -> tuple[float, list[float], float]:
-    """Of the embedding, each block, and the head, in FLOPs per token."""
-    section, model = config.parallelism, config.model
+    """Of the embedding, each block, and the head with what predicts ahead, in FLOPs per token."""
+    section, model, seq_len = config.parallelism, config.model, config.training.seq_len
     blocks = [
-        block_flops_per_token(model, layer, config.training.seq_len).total
-        for layer in range(model.num_layers)
+        block_flops_per_token(model, layer, seq_len).total for layer in range(model.num_layers)
     ]
     mean = sum(blocks) / len(blocks)
-    head = logits_flops_per_token(model)
+    head = logits_flops_per_token(model) + mtp_flops_per_token(model, seq_len)
     if section.pipeline_parallel_last_stage_less_layers is not None:
         head = section.pipeline_parallel_last_stage_less_layers * mean
     return section.pipeline_parallel_first_stage_less_layers * mean, blocks, head

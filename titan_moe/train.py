@@ -19,6 +19,9 @@ from titan_moe.config.layout import Layout
 from titan_moe.config.topology import layout_lines
 from titan_moe.data import ValidationData, build_train_loader, build_validation, merge_states
 from titan_moe.flops import model_flops_per_token
+from titan_moe.hf.export import export
+from titan_moe.hf.load import load_weights
+from titan_moe.hf.names import names_of
 from titan_moe.mesh import Meshes
 from titan_moe.metrics.logger import MetricsLogger
 from titan_moe.metrics.logs import setup_logging
@@ -47,7 +50,10 @@ class Trainer:
         self.validation: list[ValidationData] = []
         if config.validation.enable:  # before the model, so that bad data is told soon
             self.validation = build_validation(config, meshes.dp_rank, meshes.dp_degree)
-        self.engine = parallelize(config, load_recipe(config.model.recipe), meshes, world.device)
+        recipe = load_recipe(config.model.recipe)
+        if config.checkpoint.last_save_in_hf:  # before the run, that its end may not fail of it
+            names_of(recipe, config.model)
+        self.engine = parallelize(config, recipe, meshes, world.device)
         self.optimizer = build_optimizer(self.engine.parts, config.optimizer)
         self.checkpointer = Checkpointer(
             self.folder.path / config.checkpoint.folder,
@@ -94,6 +100,8 @@ class Trainer:
                         self._save()
                     if self.step % self.config.training.gc_freq == 0:
                         gc.collect(1)
+        if self.config.checkpoint.last_save_in_hf and self.step >= steps:
+            self._export()
         self.close()
         if stopping:
             logger.info("stopped by %s after step %d", self.stop.reason or "a peer", self.step)
@@ -137,6 +145,7 @@ class Trainer:
                 self.step,
                 loss=output.loss,
                 balance_loss=output.balance_loss,
+                mtp_loss=output.mtp_loss,
                 grad_norm=grad_norm,
                 lr=lr,
                 tokens_seen=self.tokens_seen,
@@ -202,6 +211,14 @@ class Trainer:
             logger.info(
                 "resuming after step %d, from %s", step, step_folder(self.checkpointer.folder, step)
             )
+        elif section.initial_load_path is not None and section.initial_load_in_hf:
+            load_weights(
+                self.engine.parts,
+                section.initial_load_path,
+                load_recipe(self.config.model.recipe),
+                self.config.model,
+                self.checkpointer.group,
+            )
         elif section.initial_load_path is not None:
             self.checkpointer.load_weights(section.initial_load_path)
         return saved
@@ -219,6 +236,21 @@ class Trainer:
                 "data": data,
                 "config": self.config.model_dump(exclude_none=True),
             },
+        )
+
+    def _export(self) -> None:
+        """The last checkpoint as a Hugging Face folder, unless a relaunched run has made it."""
+        self.checkpointer.finish()
+        section = self.config.checkpoint
+        target = step_folder(self.folder.path / section.hf_folder, self.step)
+        if on_first_rank(target.exists):
+            logger.info("exported already: %s", target)
+            return
+        export(
+            step_folder(self.checkpointer.folder, self.step),
+            target,
+            dtype=section.export_dtype,
+            group=self.checkpointer.group,
         )
 
 

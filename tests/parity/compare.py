@@ -14,7 +14,7 @@ from tests.tolerances import (
     PARITY_WEIGHT_ERROR,
 )
 
-CURVES = ("loss", "balance_loss", "norm")
+CURVES = ("loss", "balance_loss", "norm", "mtp_loss")
 
 
 @dataclass(frozen=True)

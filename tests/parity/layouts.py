@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.parity.cases import Case
 
-GQ = "grouped_query"
+GQ, MTP = "grouped_query", "deepseek_v3_mtp"
 
 DATA = [
     Case(),
@@ -100,7 +100,23 @@ PRODUCTS = [
     Case(replicas=2, shards=2, tp=2, ep=4, backend="two_tier", scale_up=2),
 ]
 
-LAYOUTS = [*DATA, *TENSOR, *EXPERT, *CONTEXT, *PIPELINE, *PRODUCTS]
+AHEAD = [
+    Case(MTP),
+    Case(MTP, shards=2, recompute="full", accumulation=2),
+    Case(MTP, replicas=2, shards=2),
+    Case(MTP, tp=2),
+    Case(MTP, tp=2, sequence_parallel=False, loss_parallel=False),
+    Case(MTP, cp=2, recompute="full"),
+    Case(MTP, shards=4, ep=4, max_expert_tokens=16),
+    Case(MTP, pp=2, schedule="1F1B", accumulation=2),
+    Case(MTP, pp=2, schedule="Interleaved1F1B", stages_per_rank=2),
+    Case(MTP, pp=2, schedule="ZBVZeroBubble", recompute="full", microbatch=4),
+    Case(MTP, pp=2, schedule="DualPipeV"),
+    Case(MTP, pp=2, shards=2, ep=2, schedule="1F1B", reshard="always"),
+    Case(MTP, tp=2, cp=2, pp=2),
+]
+
+LAYOUTS = [*DATA, *TENSOR, *EXPERT, *CONTEXT, *PIPELINE, *PRODUCTS, *AHEAD]
 assert len(set(LAYOUTS)) == len(LAYOUTS) >= 40
 
 

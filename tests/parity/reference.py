@@ -8,11 +8,12 @@ T valid tokens of one sequence, E experts.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tests.parity.ahead import Chain, chains, hidden_ahead
 from tests.parity.cases import MAX_NORM, STEPS, Case, config_of
 from tests.parity.run import VALIDATED, Trace, gradients_of, whole
 from tests.parity.tiny import FAMILIES, Family, batch_of_step
@@ -20,6 +21,15 @@ from tests.tolerances import PARITY_MIN_GAP
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.initialise import initialise
 from titan_moe.recipe import load_recipe
+
+
+class Step(NamedTuple):
+    """loss, balance_loss, mtp_loss: in nats per label, 0-d. counts_LE: tokens of each expert."""
+
+    loss: Tensor
+    balance_loss: Tensor
+    counts_LE: Tensor
+    mtp_loss: Tensor
 
 
 class Reference:
@@ -56,25 +66,43 @@ class Reference:
     def _keep_logits(self, module: nn.Module, inputs: object, logits_TE: Tensor) -> None:
         self.logits.append(logits_TE)
 
-    def cross_entropy(self, batch: dict[str, Tensor]) -> Tensor:
-        """In nats per label."""
+    def hidden(self, batch: dict[str, Tensor]) -> Tensor:
+        """hidden_BSD of the blocks; keeps no router's logits but theirs."""
         self.logits.clear()
-        hidden_BSD = self.model(
+        hidden_BSD: Tensor = self.model(
             batch["tokens"],
             positions_BS=batch["positions"],
             document_ids_BS=batch["document_ids"],
             tokens_BS=batch["tokens"],
         )
-        return cross_entropy(self.model.head.logits(hidden_BSD), batch["labels"])
+        return hidden_BSD
 
-    def step(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of one step -> loss, balance loss, counts of tokens [L, E]."""
+    def cross_entropy(self, batch: dict[str, Tensor]) -> Tensor:
+        """In nats per label."""
+        return cross_entropy(self.model.head.logits(self.hidden(batch)), batch["labels"])
+
+    def losses(self, batch: dict[str, Tensor], ahead: list[Chain]) -> tuple[Tensor, list[Tensor]]:
+        """In nats per label: cross-entropy of the model, and of each layer that predicts ahead."""
+        hidden_BSD = self.hidden(batch)
+        loss = cross_entropy(self.model.head.logits(hidden_BSD), batch["labels"])
+        normed = hidden_ahead(self.model, hidden_BSD, batch, ahead)
+        return loss, [
+            cross_entropy(self.model.head.output(normed_BSD), chain.labels_BS)
+            for normed_BSD, chain in zip(normed, ahead, strict=True)
+        ]
+
+    def step(self, batch: dict[str, Tensor]) -> Step:
+        """Gradients of one step."""
         self.optimizer.zero_grad()
-        loss = self.cross_entropy(batch)
-        valid_BS = batch["document_ids"] >= 0
+        ahead = chains(batch, self.family.mtp_layers)
+        loss, of_depths = self.losses(batch, ahead)
+        mtp_loss = sum(of_depths, torch.zeros(())) / max(len(of_depths), 1)
         balance_loss = torch.zeros(())
         counts = []
-        for index, (moe, logits_TE) in enumerate(zip(self.moes, self.logits, strict=True)):
+        valids = [batch["document_ids"] >= 0] * (len(self.moes) - len(ahead))
+        valids += [chain.known_BS for chain in ahead]
+        layers = zip(self.moes, self.logits, valids, strict=True)
+        for index, (moe, logits_TE, valid_BS) in enumerate(layers):
             logits_BSE = logits_TE.view(*valid_BS.shape, -1)
             counts_BE = []
             for logits_SE, valid_S in zip(logits_BSE, valid_BS, strict=True):
@@ -83,8 +111,8 @@ class Reference:
                 counts_BE.append(self._count(logits_SE[valid_S], moe.router.selection_bias))
             counts.append(torch.stack(counts_BE).sum(dim=0))
             self.idle += int((torch.stack(counts_BE) == 0).sum())
-        (loss + balance_loss).backward()
-        return loss.detach(), balance_loss.detach(), torch.stack(counts)
+        (loss + balance_loss + self.family.mtp_weight * mtp_loss).backward()
+        return Step(loss.detach(), balance_loss.detach(), torch.stack(counts), mtp_loss.detach())
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
         """Each of E numbers by its own sigmoid, or as its part of the sum of exponentials."""
@@ -134,7 +162,7 @@ class Reference:
     def train(self, steps: int = STEPS) -> Trace:
         trace = Trace()
         for step in range(steps):
-            loss, balance_loss, counts_LE = self.step(batch_of_step(step))
+            loss, balance_loss, counts_LE, mtp_loss = self.step(batch_of_step(step))
             trace.gradients.append(gradients_of(self.model))
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
             self.optimizer.step()
@@ -151,6 +179,8 @@ class Reference:
             trace.loss.append(loss.item())
             trace.balance_loss.append(balance_loss.item())
             trace.norm.append(norm.item())
+            if self.family.mtp_layers:
+                trace.mtp_loss.append(mtp_loss.item())
             trace.counts.append(counts_LE)
         trace.weights = {name: whole(p) for name, p in self.model.named_parameters()}
         trace.bias = torch.stack([moe.router.selection_bias for moe in self.moes])
@@ -162,7 +192,7 @@ def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     chosen = labels_BS != -100
     logits_TV, labels_T = logits_BSV[chosen], labels_BS[chosen]
     nats_T = logits_TV.logsumexp(dim=1) - logits_TV.gather(1, labels_T[:, None]).squeeze(1)
-    return nats_T.sum() / len(labels_T)
+    return nats_T.sum() / max(len(labels_T), 1)
 
 
 @cache

@@ -33,8 +33,9 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 class Trace:
     """What a run leaves behind; layouts must agree on all of it.
 
-    loss, balance_loss, norm: one per step. counts: [L, E] per step. gradients: per step, before
-    clipping, by name. weights: by name, bias: the selection biases [L, E]; both at the end.
+    loss, balance_loss, norm, and mtp_loss of a family that predicts ahead: one per step.
+    counts: [L, E] per step. gradients: per step, before clipping, by name. weights: by name, bias:
+    the selection biases [L, E]; both at the end.
     validation: nats per token, measured between the first step and the second.
     drifted: weights of which two stages hold copies that differ.
     """
@@ -42,6 +43,7 @@ class Trace:
     loss: list[float] = field(default_factory=list)
     balance_loss: list[float] = field(default_factory=list)
     norm: list[float] = field(default_factory=list)
+    mtp_loss: list[float] = field(default_factory=list)
     counts: list[Tensor] = field(default_factory=list)
     gradients: list[Values] = field(default_factory=list)
     weights: Values = field(default_factory=dict)
@@ -120,6 +122,8 @@ def _train(case: Case, steps: int) -> Trace:
         trace.loss.append(output.loss.item())
         trace.balance_loss.append(output.balance_loss.item())
         trace.norm.append(norm.item())
+        if output.mtp_loss is not None:
+            trace.mtp_loss.append(output.mtp_loss.item())
         if step == 0:
             nats, tokens = engine.evaluate(rows_of(batch_of_step(VALIDATED), meshes))
             trace.validation = nats.item() / tokens.item()

@@ -1,4 +1,4 @@
-"""Two families that train in milliseconds, and the batches of a step.
+"""Families that train in milliseconds, and the batches of a step.
 
 B rows of a step, S sequence, V vocabulary.
 """
@@ -20,6 +20,7 @@ class Family:
     """A tiny model, and its routing as the reference reads it, without asking the model.
 
     balance, z_loss, bias_rate: one per MoE layer.
+    mtp_layers, mtp_weight: layers that predict further ahead, and the factor on their mean loss.
     seed: of the initial weights, one on which no choice of experts is nearly a tie.
     """
 
@@ -31,6 +32,8 @@ class Family:
     balance: tuple[float, ...]
     z_loss: tuple[float, ...]
     bias_rate: tuple[float, ...]
+    mtp_layers: int = 0
+    mtp_weight: float = 0.0
 
 
 MODEL = DeepseekV3Config(
@@ -64,6 +67,17 @@ MODEL = DeepseekV3Config(
     initializer_range=0.2,
 )
 
+MTP = DeepseekV3Config.model_validate(
+    MODEL.model_dump(exclude_none=True)
+    | {
+        "num_mtp_layers": 2,
+        "mtp_loss_weight": 0.4,
+        "balance_loss_weight": [0.05, 0.1, 0.07, 0.06, 0.04],
+        "z_loss_weight": [0.02, 0.01, 0.03, 0.02, 0.01],
+        "bias_update_rate": [0.003, 0.001, 0.002, 0.001, 0.003],
+    }
+)
+
 GROUPED_QUERY = GroupedQueryConfig(
     recipe="tests.families.grouped_query",
     vocab_size=VOCAB,
@@ -93,6 +107,18 @@ FAMILIES = {
         balance=(0.05, 0.1, 0.07),
         z_loss=(0.02, 0.01, 0.03),
         bias_rate=(0.003, 0.001, 0.002),
+    ),
+    "deepseek_v3_mtp": Family(
+        MTP,
+        seed=21,
+        score_function="sigmoid",
+        groups=4,
+        limited_groups=2,
+        balance=(0.05, 0.1, 0.07, 0.06, 0.04),
+        z_loss=(0.02, 0.01, 0.03, 0.02, 0.01),
+        bias_rate=(0.003, 0.001, 0.002, 0.001, 0.003),
+        mtp_layers=2,
+        mtp_weight=0.4,
     ),
     "grouped_query": Family(
         GROUPED_QUERY,

@@ -13,6 +13,7 @@ from titan_moe.config.model import ModelConfig
 from titan_moe.layers.head import Head
 from titan_moe.layers.linear import Embedding
 from titan_moe.layers.mask import AttentionMask
+from titan_moe.layers.mtp import side_by_side
 from titan_moe.layers.rope import Rope, Rotation
 
 
@@ -87,7 +88,7 @@ class Decoder(nn.Module):
         document_ids_BS: 0, 1, 2 ... within a row; -1 marks padding. tokens_BS: for every part.
         next_tokens_BSM: to train multi-token prediction, the M tokens after each; -100 where there
             is none to be known. Then the part with the head returns hidden states of all depths
-            side by side, [B, S, (1 + M)·D], those ahead normed already.
+            side by side, [B, S, (1 + M)·D], normed already.
         Raises ValueError or RuntimeError for positions that rotary tables do not cover (see Rope).
         """
         context = self.context(positions_BS, document_ids_BS)
@@ -99,17 +100,20 @@ class Decoder(nn.Module):
             if layer not in self.ahead:
                 hidden_BSD = block(hidden_BSD, context)
         if self.ahead and next_tokens_BSM is not None:
-            return torch.cat([hidden_BSD, *self._ahead(hidden_BSD, context, next_tokens_BSM)], -1)
+            return torch.cat(list(self._depths(hidden_BSD, context, next_tokens_BSM)), dim=-1)
         return hidden_BSD
 
-    def _ahead(
+    def _depths(
         self, hidden_BSD: Tensor, context: Context, next_tokens_BSM: Tensor
     ) -> Iterator[Tensor]:
-        """Of each layer of multi-token prediction, fed with the one before; at first, the model."""
+        """normed_BSD of the model, then of each layer of multi-token prediction in turn."""
         assert self.embedding is not None
         assert self.head is not None
-        embedded_BSMD = self.embedding(next_tokens_BSM.clamp(min=0))
+        hidden_BSD, embedded_BSMD = side_by_side(
+            hidden_BSD, self.embedding(next_tokens_BSM.clamp(min=0))
+        )
         normed_BSD = self.head.norm(hidden_BSD)
+        yield normed_BSD
         for depth, layer in enumerate(self.ahead):
             # A position without that token flows like padding, and like it leaves no trace.
             known_BS = context.valid_BS & (next_tokens_BSM[:, :, depth] >= 0)

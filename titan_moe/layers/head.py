@@ -87,22 +87,17 @@ class Head(nn.Module):
         if labels_BS.ndim == 2:
             return self.cross_entropy(self.output(self.norm(hidden_BSD)), labels_BS)
         assert self.ahead is not None, "labels ahead without multi-token prediction"
-        hidden_BSD, *normed = hidden_BSD.chunk(labels_BS.shape[2], dim=2)
-        labels_BS, *further = labels_BS.unbind(dim=2)
-        main = self.cross_entropy(self.output(self.norm(hidden_BSD)), labels_BS)
-        return self.ahead(
-            main,
-            [
-                self.cross_entropy(self.output(normed_BSD), labels_BS)
-                for normed_BSD, labels_BS in zip(normed, further, strict=True)
-            ],
-        )
+        # One use of the weight for all depths, as a split backward wants it (see layers/mtp.py).
+        logits_BSKV = self.output(hidden_BSD.unflatten(2, (labels_BS.shape[2], -1)))
+        depths = zip(logits_BSKV.unbind(dim=2), labels_BS.unbind(dim=2), strict=True)
+        main, *ahead = [self.cross_entropy(*of_depth) for of_depth in depths]
+        return self.ahead(main, ahead)
 
     def loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """Sum of the cross-entropy in nats over labels other than -100: fp32, 0-d.
 
-        Given what a decoder returns of all depths [B, S, K·D], and labels_BSK, it is the main
-        loss still, to whose gradient `ahead` adds that of the other depths.
+        Given what a decoder returns of all depths, [B, S, K·D] and normed, and labels_BSK, it is
+        the main loss still, to whose gradient `ahead` adds that of the other depths.
         """
         return self(hidden_BSD, labels_BS)
 

@@ -1,6 +1,7 @@
 """What the training loop calls: forward and backward of a whole step, its norm, its routers.
 
-Shapes: B this rank's rows of the step, S sequence, L MoE layers, E experts.
+Shapes: B this rank's rows of the step, S sequence, L MoE layers, E experts, M layers of multi-token
+prediction.
 """
 
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_moe.config.sections import RunConfig
-from titan_moe.layers.head import IGNORED_LABEL
+from titan_moe.layers.head import IGNORED_LABEL, LossesAhead
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
+from titan_moe.parallel.ahead import labels_at_each_depth, look_ahead
 from titan_moe.parallel.context import SequenceSlices
 from titan_moe.parallel.expert import reset_traffic, traffic_of
 from titan_moe.parallel.fsdp import fsdp_modules
@@ -29,14 +31,17 @@ from titan_moe.world import gather
 class StepOutput:
     """Of the whole step, the same on all ranks.
 
-    loss: 0-d fp64, cross-entropy in nats per valid token, without any balance term.
+    loss: 0-d fp64, cross-entropy in nats per valid token, without any balance term or token ahead.
     balance_loss: 0-d fp64, weighted balance and z losses summed over layers, mean over sequences.
     valid_tokens: positions with a label.
+    mtp_loss: 0-d fp64, of multi-token prediction: nats per token that a layer is to predict, mean
+        over the layers that have any (nan: none has); None without such layers.
     """
 
     loss: Tensor
     balance_loss: Tensor
     valid_tokens: int
+    mtp_loss: Tensor | None = None
 
 
 class Runner(Protocol):
@@ -89,6 +94,8 @@ class Engine:
             if isinstance(module, MoE)
         }
         self._num_experts = config.model.num_experts
+        self._mtp_depth, self._mtp_weight = config.model.mtp_depth(), config.model.mtp_weight()
+        self._ahead = [m for part in parts for m in part.modules() if isinstance(m, LossesAhead)]
         names = {name for of_rank in gather(list(self._moes)) for name in of_rank}
         self._layers = {name: index for index, name in enumerate(sorted(names, key=_natural))}
 
@@ -109,8 +116,10 @@ class Engine:
                 f"training.local_batch_size = {self._rows} does not divide the {rows} rows of a "
                 f"rank's step"
             )
-        valid_tokens, sequences = self._sum_over_rows(
-            (batch["labels"] != IGNORED_LABEL).sum(), torch.tensor(rows)
+        batch = look_ahead(batch, self._mtp_depth)
+        of_main, *of_ahead = labels_at_each_depth(batch["labels"]).unbind()
+        valid_tokens, sequences, *valid_ahead = self._sum_over_rows(
+            of_main, torch.tensor(rows), *of_ahead
         )
         if valid_tokens == 0:
             raise ValueError("a step without a single valid token: its loss is not defined")
@@ -119,6 +128,7 @@ class Engine:
             moe.counts.zero_()
             moe.balance_loss_sum.zero_()
             moe.aux_scale.fill_(1.0 / sequences)
+        self._expect_ahead(valid_ahead)
 
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         passes = list(self._passes(batch, self._rows))
@@ -129,9 +139,9 @@ class Engine:
         balance_loss = torch.zeros_like(loss)
         for moe in self._moes.values():
             balance_loss += moe.balance_loss_sum
-        sums = torch.stack([loss * self._has_loss, balance_loss / sequences])
+        sums = torch.stack([loss * self._has_loss, balance_loss / sequences, *self._nats_ahead()])
         dist.all_reduce(sums)
-        return StepOutput(sums[0], sums[1], valid_tokens)
+        return StepOutput(sums[0], sums[1], valid_tokens, _mean_ahead(sums[2:], valid_ahead))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -213,6 +223,25 @@ class Engine:
         for part in self.parts:
             yield from part.parameters()
 
+    def _expect_ahead(self, valid_M: list[int]) -> None:
+        """Before a step: of multi-token prediction, its labels at each depth over all ranks.
+
+        L = weight / M · sum over m of nats_m / valid_m (arXiv 2412.19437, equation 25); a depth
+        without labels, as all documents are too short for it, has no nats either.
+        """
+        factor = self._mtp_weight / max(len(valid_M), 1)
+        for ahead in self._ahead:
+            ahead.nats_M.zero_()
+            scales = [factor / max(valid, 1) for valid in valid_M]
+            ahead.scale_M.copy_(torch.tensor(scales, device=self._device))
+
+    def _nats_ahead(self) -> Iterator[Tensor]:
+        """This rank's nats at each depth, 0-d fp64; 0 where the head is not."""
+        nats_M = torch.zeros(self._mtp_depth, dtype=torch.float64, device=self._device)
+        for ahead in self._ahead:
+            nats_M += ahead.nats_M * self._has_loss
+        yield from nats_M.unbind()
+
     def _passes(self, batch: Batch, rows: int) -> Iterator[Batch]:
         """This rank's tokens of so many rows at a time."""
         for begin in range(0, len(batch["tokens"]), rows):
@@ -253,6 +282,14 @@ class Engine:
         for part in self.parts:
             assert isinstance(part, FSDPModule)
             part.set_requires_all_reduce(last)
+
+
+def _mean_ahead(nats_M: Tensor, valid_M: list[int]) -> Tensor | None:
+    """Nats per token, mean over depths that have any; nan if none has."""
+    if not valid_M:
+        return None
+    means = [nats / valid for nats, valid in zip(nats_M, valid_M, strict=True) if valid]
+    return torch.stack(means).mean() if means else nats_M.new_tensor(float("nan"))
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -61,6 +61,7 @@ class Pipeline:
         self._rank = meshes.pipeline.get_local_rank()
         self._split = meshes.layout.tp if section.sequence_parallel else 1
         self._hidden_size = config.model.hidden_size
+        self._depths = 1 + config.model.mtp_depth()
         # Under FSDP's policy all modules but routers, whose results stay inside, compute in it.
         self._dtype = getattr(torch, config.training.mixed_precision_param)
         self._device = device
@@ -168,13 +169,15 @@ class Pipeline:
         hidden_BSD = torch.empty(
             self._hidden_shape(tokens_BS), dtype=self._dtype, device="meta", requires_grad=True
         )
+        # In training the part with the head gives what multi-token prediction has, too.
+        of_depths = [hidden_BSD] * (self._depths if stage.has_head else 1)
         return PipelineStage(
             part,
             stage.index,
             len(self._holders),
             self._device,
             input_args=tokens_BS if stage.has_embedding else hidden_BSD,
-            output_args=hidden_BSD,
+            output_args=torch.cat(of_depths, dim=-1),
             group=self._group,
         )
 
@@ -183,8 +186,8 @@ class Pipeline:
         rows, tokens = tokens_BS.shape
         return rows, tokens // self._split, self._hidden_size
 
-    def _loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        loss: Tensor = self._parts[-1].head.loss(hidden_BSD, labels_BS) * self._scale
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self._parts[-1].head.loss(hidden, labels) * self._scale
         return loss
 
 

@@ -34,8 +34,11 @@ class WholeModel:
 
 def keywords_of(batch: Batch) -> dict[str, Tensor]:
     """What every part of a model is told besides its input."""
-    return {
+    keywords = {
         "positions_BS": batch["positions"],
         "document_ids_BS": batch["document_ids"],
         "tokens_BS": batch["tokens"],
     }
+    if "next_tokens" in batch:  # a step of a model that predicts further ahead
+        keywords["next_tokens_BSM"] = batch["next_tokens"]
+    return keywords
