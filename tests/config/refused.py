@@ -201,6 +201,12 @@ REFUSED: dict[str, list[tuple[list[str], int | None, str]]] = {
             'command line: checkpoint.initial_load_path = "blocked": '
             "not a complete checkpoint, with a file COMMITTED in it",
         ),
+        (
+            ["--checkpoint.initial_load_path=blocked", "--checkpoint.initial_load_in_hf=true"],
+            None,
+            'command line: checkpoint.initial_load_path = "blocked": '
+            "not a Hugging Face folder, with config.json in it",
+        ),
     ],
     "folders are apart": [
         (
@@ -238,6 +244,19 @@ REFUSED: dict[str, list[tuple[list[str], int | None, str]]] = {
             ["--checkpoint.enable=false", "--checkpoint.load_step=10"],
             None,
             "command line: checkpoint.load_step = 10: checkpoint.enable is false",
+        ),
+        (
+            ["--checkpoint.initial_load_in_hf=true"],
+            None,
+            "command line: checkpoint.initial_load_in_hf = true: "
+            "checkpoint.initial_load_path is absent",
+        ),
+    ],
+    "last step is saved": [
+        (
+            ["--checkpoint.enable=false", "--checkpoint.last_save_in_hf=true"],
+            None,
+            "command line: checkpoint.last_save_in_hf = true: checkpoint.enable is false",
         )
     ],
     "profile fits its period": [

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -27,9 +26,6 @@ from titan_moe.config.sections import Checkpoint
 from titan_moe.world import gather, on_first_rank
 
 logger = logging.getLogger(__name__)
-
-# Saving without a process group is a plain case here, not one to warn of.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
 class Checkpointer:
@@ -56,7 +52,8 @@ class Checkpointer:
         self._last_step: int | None = None  # saved or loaded by this object; nothing newer is known
         self._pending: _Background | None = None
         # Ranks meet here and nowhere else: background writing must not mix with training's groups.
-        self._group = (
+        # It is theirs too who come from or go to other formats, whose disks are as slow.
+        self.group = (
             dist.new_group(
                 backend="gloo",
                 timeout=timedelta(seconds=timeout_seconds),
@@ -102,7 +99,7 @@ class Checkpointer:
                 or of another model.
         """
         self.finish()
-        chosen = on_first_rank(self._choose, self._group)
+        chosen = on_first_rank(self._choose, self.group)
         if chosen is None:
             return None
         path, train_state = chosen
@@ -122,7 +119,7 @@ class Checkpointer:
             ValueError: no complete checkpoint there, or its model is another one.
         """
         path = Path(path)
-        on_first_rank(lambda: disk.check_committed(path), self._group)
+        on_first_rank(lambda: disk.check_committed(path), self.group)
         self._read(path, model_tensors(self.parts), model_only=True)
         fill_copies(self.parts, None)
         logger.info("weights loaded from %s", path)
@@ -142,23 +139,23 @@ class Checkpointer:
 
     def _write(self, step: int, tensors: dict[str, Tensor], writer: "_CommittingWriter") -> None:
         try:
-            dcp_save(tensors, storage_writer=writer, process_group=self._group)
+            dcp_save(tensors, storage_writer=writer, process_group=self.group)
         except CheckpointException as error:
             raise RuntimeError(f"saving {writer.path} failed: {_reason(error)}") from error
         logger.info("checkpoint of step %d saved", step)
 
     def _read(self, path: Path, tensors: dict[str, Tensor], model_only: bool) -> None:
         reader = FileSystemReader(path)
-        stored: dict[str, Signature] = on_first_rank(lambda: _contents(reader), self._group)
+        stored: dict[str, Signature] = on_first_rank(lambda: _contents(reader), self.group)
         if model_only:
             stored = {name: what for name, what in stored.items() if name.startswith(MODEL)}
         wanted = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        differences = gather(Differences.between(stored, wanted), self._group)
+        differences = gather(Differences.between(stored, wanted), self.group)
         complaints = Differences.of_all_ranks(differences).complaints(cast_floats=model_only)
         if complaints:
             raise ValueError(f"{path} holds another model: {'; '.join(complaints)}")
         try:
-            dcp_load(tensors, storage_reader=reader, process_group=self._group)
+            dcp_load(tensors, storage_reader=reader, process_group=self.group)
         except CheckpointException as error:
             raise ValueError(f"{path} is damaged: {_reason(error)}") from error
 
@@ -187,6 +184,11 @@ class Checkpointer:
         train_state = disk.read_train_state(path)
         if train_state["step"] != step:
             raise ValueError(f"{path}: holds step {train_state['step']}; rename it back")
+        if train_state.get(disk.WEIGHTS_ONLY):
+            raise ValueError(
+                f"{path}: holds weights alone, from which no run resumes; move it out of "
+                f"{self.folder}, and name it by checkpoint.initial_load_path"
+            )
         return path, train_state
 
 

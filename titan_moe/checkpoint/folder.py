@@ -18,6 +18,7 @@ from typing import Any
 SCHEMA_VERSION = 1
 MARKER = "COMMITTED"
 TRAIN_STATE = "train_state.json"
+WEIGHTS_ONLY = "weights_only"  # a key of it: no optimizer's state beside them
 
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _DOOMED_PREFIX = ".deleting-"

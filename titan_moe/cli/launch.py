@@ -63,8 +63,9 @@ def torchrun_argv(
     environment: Environment,
     processes: int,
     python: str,
+    module: str = "titan_moe.train",
 ) -> list[str]:
-    """The command that starts this node's `processes`, each running titan_moe.train `arguments`.
+    """The command that starts this node's `processes`, each running `module` with `arguments`.
 
     Local ranks in $LOG_RANK (0) keep the console to themselves; the output of the others goes to
     files below the run folder's logs/, so that no traceback is lost.
@@ -85,7 +86,7 @@ def torchrun_argv(
         f"--log-dir={Path(config.job.dump_folder) / config.job.name / 'logs'}",
         *([f"--redirects={redirects}"] if silent else []),
         "-m",
-        "titan_moe.train",
+        module,
         *arguments,
     ]
 

@@ -13,6 +13,8 @@ CONFIG_FAULT = 2
 COMMANDS = {
     "train": ("titan_moe.cli.train", "launch a run: check its config, then become torchrun"),
     "validate": ("titan_moe.cli.validate", "check a config, without torch"),
+    "import": ("titan_moe.cli.import_", "weights of a Hugging Face folder as a checkpoint"),
+    "export": ("titan_moe.cli.export", "a checkpoint as a Hugging Face folder"),
     "schema": ("titan_moe.cli.schema", "print the JSON Schema of a config, for editors"),
 }
 

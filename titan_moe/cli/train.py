@@ -41,10 +41,17 @@ the run was told to stop, even if it then saved its state.
 """
 
 
-def _become(command: list[str], more_environment: dict[str, str]) -> NoReturn:
+def become(command: list[str], more_environment: dict[str, str]) -> NoReturn:
     """Replace this process, so that signals reach torchrun itself."""
     sys.stdout.flush()
     os.execvpe(command[0], command, os.environ | more_environment)
+
+
+def cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,5 +64,4 @@ def main(arguments: Sequence[str]) -> int:
     config = load_config(path, overrides, world=processes * nodes, on_disk=True)
     refuse_what_needs_gpus(path, config, count_gpus(os.environ))
     command = torchrun_argv(config, [str(path), *overrides], os.environ, processes, sys.executable)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    _become(command, launch_environment(os.environ, processes, cores or 1))
+    become(command, launch_environment(os.environ, processes, cores()))

@@ -63,6 +63,7 @@ Faults = Iterator[Fault]
 FILES_OF_THE_RUN = ("config.toml", "metrics.jsonl", "validation.jsonl")
 FOLDERS_IN_THE_RUN = (
     "checkpoint.folder",
+    "checkpoint.hf_folder",
     "metrics.save_tb_folder",
     "profiling.save_traces_folder",
     "profiling.save_memory_snapshot_folder",
@@ -127,8 +128,16 @@ def validation_has_sets(config: RunConfig, world: int | None) -> Faults:
 
 
 def loading_is_enabled(config: RunConfig, world: int | None) -> Faults:
-    if config.checkpoint.load_step != -1 and not config.checkpoint.enable:
+    section = config.checkpoint
+    if section.load_step != -1 and not section.enable:
         yield Fault("checkpoint.load_step", "checkpoint.enable is false")
+    if section.initial_load_in_hf and section.initial_load_path is None:
+        yield Fault("checkpoint.initial_load_in_hf", "checkpoint.initial_load_path is absent")
+
+
+def last_step_is_saved(config: RunConfig, world: int | None) -> Faults:
+    if config.checkpoint.last_save_in_hf and not config.checkpoint.enable:
+        yield Fault("checkpoint.last_save_in_hf", "checkpoint.enable is false")
 
 
 def profile_fits_its_period(config: RunConfig, world: int | None) -> Faults:
@@ -346,6 +355,11 @@ CHECKS = (
         "loading is enabled",
         "nothing would be loaded",
         loading_is_enabled,
+    ),
+    Check(
+        "last step is saved",
+        "an export is made from the run's last checkpoint",
+        last_step_is_saved,
     ),
     Check(
         "profile fits its period",

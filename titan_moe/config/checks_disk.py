@@ -63,10 +63,21 @@ def initial_weights_are_there(config: RunConfig, world: int | None) -> Faults:
         return
     if not os.path.isdir(path):
         yield Fault("checkpoint.initial_load_path", "no such folder")
+    elif section.initial_load_in_hf:
+        if wanted := _missing_of_hf(Path(path)):
+            message = f"not a Hugging Face folder, with {wanted} in it"
+            yield Fault("checkpoint.initial_load_path", message)
     elif not os.path.isfile(os.path.join(path, MARKER)):
         yield Fault(
             "checkpoint.initial_load_path", f"not a complete checkpoint, with a file {MARKER} in it"
         )
+
+
+def _missing_of_hf(folder: Path) -> str | None:
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    weights = ("model.safetensors.index.json", "model.safetensors")
+    return None if any((folder / name).is_file() for name in weights) else " or ".join(weights)
 
 
 def tokenizer_fits(config: RunConfig, world: int | None) -> Faults:

@@ -220,6 +220,16 @@ class Checkpoint(Section):
     initial_load_path: FilePath | None = Field(
         None, description="checkpoint (a step-N folder) whose weights start a run that has none yet"
     )
+    initial_load_in_hf: bool = Field(
+        False, description="initial_load_path is a Hugging Face folder of safetensors"
+    )
+    last_save_in_hf: bool = Field(
+        False, description="after the last step, also export to hf_folder/step-N"
+    )
+    hf_folder: FolderInRun = Field("hf", description="of exports, inside the run folder")
+    export_dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="type of exported weights, but for those kept in fp32"
+    )
 
 
 class Metrics(Section):

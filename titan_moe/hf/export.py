@@ -44,24 +44,27 @@ def export(
     *,
     dtype: Dtype = "bfloat16",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write `checkpoint`, a step-N folder, to `target`. Collective, the ranks sharing the files;
     without a process group, of one process.
 
     dtype: of all tensors but those that the recipe's table keeps in fp32.
     shard_bytes: of a file, at most, unless a single tensor is larger.
+    group: of all ranks, where they wait for each other's files; the world's by default.
 
     Raises:
         ValueError: no complete checkpoint; one whose tensors are not the model's; a tensor that
             the table does not cover; values that would be lost; a target that is not empty.
     """
     checkpoint = Path(checkpoint)
-    state = on_first_rank(lambda: read_train_state(checkpoint))
+    state = on_first_rank(lambda: read_train_state(checkpoint), group)
     keys = state["config"]
     name = keys["model"]["recipe"]
     cfg = model_config_of(name).model_validate(keys["model"])
     values = CheckpointValues(checkpoint)
-    _write(values, load_recipe(name), cfg, Path(target), dtype, shard_bytes, Data(**keys["data"]))
+    out = _Output(Path(target), dtype, shard_bytes, Data(**keys["data"]), group)
+    _write(values, load_recipe(name), cfg, out)
     logger.info("exported %s to %s", checkpoint, target)
 
 
@@ -75,7 +78,18 @@ def export_model(
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """The same of a whole model in this process's memory, without a tokenizer."""
-    _write(ModelValues(model), recipe, cfg, Path(target), dtype, shard_bytes, None)
+    _write(ModelValues(model), recipe, cfg, _Output(Path(target), dtype, shard_bytes))
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Where to and how. See `export`."""
+
+    target: Path
+    dtype: Dtype
+    shard_bytes: int
+    data: Data | None = None
+    group: dist.ProcessGroup | None = None
 
 
 @dataclass
@@ -109,12 +123,9 @@ def _write(
     values: Values,
     recipe: Recipe,
     cfg: ModelConfig,
-    target: Path,
-    dtype: Dtype,
-    shard_bytes: int,
-    data: Data | None,
+    out: _Output,
 ) -> None:
-    names = names_of(recipe, cfg)
+    names, target, data = names_of(recipe, cfg), out.target, out.data
     draft = target.with_name(f".{target.name}{PARTIAL}")
     tokenizer = tokenizer_of(data) if data else None
 
@@ -126,25 +137,27 @@ def _write(
         shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
         draft.mkdir(parents=True)
 
-    on_first_rank(prepare)
-    files = plan_files(names, dtype, shard_bytes)
-    _raise_together(lambda: _write_share(values, names, files, draft))
+    on_first_rank(prepare, out.group)
+    files = plan_files(names, out.dtype, out.shard_bytes)
+    _raise_together(lambda: _write_share(values, names, files, draft), out.group)
 
     def finish() -> None:
         _write_json(draft / INDEX, _index(files))
-        _write_json(draft / CONFIG, _config(recipe, cfg, dtype, tokenizer))
+        _write_json(draft / CONFIG, _config(recipe, cfg, out.dtype, tokenizer))
         if data and tokenizer:
             write_tokenizer(data, tokenizer, draft, max_length=cfg.max_seq_len)
             ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             known = {key: token for key, token in ids.items() if token is not None}
             _write_json(draft / "generation_config.json", known)
+        for name in files:  # safetensors lets nobody else read them
+            shutil.copymode(draft / INDEX, draft / name)
         if target.exists():
             target.rmdir()
         sync_directory(draft)
         draft.rename(target)
         sync_directory(target.parent)
 
-    on_first_rank(finish)
+    on_first_rank(finish, out.group)
     total = sum(file.bytes for file in files.values())
     size = f"{total / 1e9:.3g} GB in {counted(len(files), 'file')}"
     logger.info("%s: %s, %s", target, counted(len(names.theirs), "tensor"), size)
@@ -167,14 +180,14 @@ def _write_share(values: Values, names: Names, files: dict[str, File], folder: P
         save_file(buffers, folder / name, metadata={"format": "pt"})
 
 
-def _raise_together(act: Callable[[], None]) -> None:
+def _raise_together(act: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Collective. Raises ValueError on every rank: what went wrong on any."""
     wrong = None
     try:
         act()
     except (ValueError, OSError, RuntimeError) as error:
         wrong = str(error)
-    told = [text for text in gather(wrong) if text is not None]
+    told = [text for text in gather(wrong, group) if text is not None]
     if told:
         raise ValueError("; ".join(sorted(set(told))))
 
