@@ -86,20 +86,28 @@ def params_by_hand(c: dict[str, Any]) -> int:
     dense = c["num_dense_layers"]
     blocks = c["num_layers"] * (attention + 2 * d)
     blocks += dense * 3 * d * c["intermediate_size"] + (c["num_layers"] - dense) * moe
+    # Of multi-token prediction: a block with experts, a projection, three norms.
+    blocks += c["num_mtp_layers"] * (attention + 2 * d + moe + 2 * d * d + 3 * d)
     return blocks + 2 * c["vocab_size"] * d + d
 
 
 @pytest.mark.parametrize(
-    ("name", "params"), [("671b.toml", 671_026_404_352), ("16b.toml", 15_960_108_544)]
+    ("name", "mtp", "params"),
+    [
+        ("671b.toml", 0, 671_026_404_352),
+        ("671b.toml", 1, 671_026_404_352 + 11_610_067_968),
+        ("16b.toml", 0, 15_960_108_544),
+    ],
 )
-def test_published_sizes(name: str, params: int) -> None:
-    cfg = published(name)
+def test_published_sizes(name: str, mtp: int, params: int) -> None:
+    cfg = published(name).model_copy(update={"num_mtp_layers": mtp})
     model = on_meta(cfg)
     assert sum(p.numel() for p in model.parameters()) == params
     assert params_by_hand(cfg.model_dump()) == params
     halves = [on_meta(cfg, range(20)), on_meta(cfg, range(20, cfg.num_layers))]
     names = [n for half in halves for n, _ in half.named_parameters()]
-    assert names == [n for n, _ in model.named_parameters()]
+    shared = ["embedding.weight"] * bool(mtp)  # the last part looks tokens up, too
+    assert sorted(names) == sorted([n for n, _ in model.named_parameters()] + shared)
 
 
 @pytest.mark.parametrize("name", ["671b.toml", "16b.toml"])

@@ -60,7 +60,7 @@ class LossesAhead(FixedDtype):
         accumulate(torch.stack(ahead).detach(), self.nats_M)
         for loss, scale in zip(ahead, self.scale_M.unbind(), strict=True):
             main = attach_loss(main, loss, scale)
-        return main
+        return main.clone()  # no view: FSDP hangs its hook on what the head returns
 
 
 class Head(nn.Module):
