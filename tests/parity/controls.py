@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.cases import Case
+from tests.parity.tiny import batch_of_step
 from titan_moe import parallelize
+from titan_moe.layers.head import IGNORED_LABEL
 from titan_moe.layers.moe import MoE
 from titan_moe.mesh import Meshes
 from titan_moe.parallel import (
@@ -23,6 +25,7 @@ from titan_moe.parallel import (
     tensor,
     vocabulary,
 )
+from titan_moe.parallel.ahead import look_ahead
 from titan_moe.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -223,7 +226,42 @@ def gradients_scaled_by_schedule(patch: Patch) -> None:
     patch.setattr(pipeline, "_schedule", broken)
 
 
+def own_labels_ahead_divide(patch: Patch) -> None:
+    """What is ahead then weighs more, the more ranks there are."""
+    over_ranks = Engine._sum_over_rows
+
+    def broken(self: Engine, *numbers: Tensor) -> list[int]:
+        return [*over_ranks(self, *numbers)[:2], *map(int, numbers[2:])]
+
+    patch.setattr(Engine, "_sum_over_rows", broken)
+
+
+def main_labels_divide_what_is_ahead(patch: Patch) -> None:
+    expect = Engine._expect_ahead
+
+    def broken(self: Engine, valid_M: list[int]) -> None:
+        valid = int((batch_of_step(0)["labels"] != IGNORED_LABEL).sum())
+        expect(self, [valid] * len(valid_M))
+
+    patch.setattr(Engine, "_expect_ahead", broken)
+
+
+def slices_look_ahead(patch: Patch) -> None:
+    """Each rank of a row then takes what comes next among its own tokens."""
+    of_batch = context.SequenceSlices.of_batch
+
+    def broken(self: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        mine = of_batch(self, batch)
+        if "next_tokens" not in mine:
+            return mine
+        return mine | look_ahead({"labels": mine["labels"][:, :, 0]}, depth=2)
+
+    patch.setattr(context.SequenceSlices, "of_batch", broken)
+
+
 NORMS_AND_ROUTERS = "gradient of .*(norm|router).weight"
+AHEAD_PP = Case("deepseek_v3_mtp", pp=2, schedule="1F1B", accumulation=2)
+AHEAD_FSDP = Case("deepseek_v3_mtp", shards=2, recompute="full", accumulation=2)
 CONTROLS = [
     Control(Case(shards=2), partial(experts_divided_by, factor=2.0), r"layers.1.moe.experts"),
     Control(Case(replicas=4), partial(experts_divided_by, factor=4.0), r"layers.1.moe.experts"),
@@ -261,4 +299,10 @@ CONTROLS = [
     Control(Case("grouped_query", pp=2), pending_sums_forgotten, r"gradient of embedding"),
     Control(Case("grouped_query", pp=2), pending_sums_forgotten, r"copies of embedding"),
     Control(Case("grouped_query", pp=2), copies_all_counted, r"curve of norm"),
+    Control(AHEAD_PP, pending_sums_forgotten, r"gradient of embedding"),
+    Control(AHEAD_PP, copies_all_counted, r"curve of norm"),
+    Control(AHEAD_FSDP, own_labels_ahead_divide, r"gradient of layers.5"),
+    Control(AHEAD_FSDP, main_labels_divide_what_is_ahead, r"gradient of layers.4"),
+    Control(AHEAD_FSDP, counted_when_recomputed, "counts of step 0"),
+    Control(Case("deepseek_v3_mtp", cp=2, recompute="full"), slices_look_ahead, "mtp_loss"),
 ]

@@ -23,11 +23,12 @@ TABLE = Path(__file__).parents[2] / "docs" / "parity.md"
 HEAD = f"""\
 # Same recipe, same loss, any layout
 
-`tests/parity` trains two tiny models under every layout below and compares each rank's run with one
-process that does it by the book: the whole batch at once through a plain model, loss and balance
-losses written out from their definitions. `deepseek_v3` is the recipe (latent attention, a dense
-block, shared experts, grouped sigmoid routing with a moving selection bias); `grouped_query` is a
-family of the tests (grouped-query attention with normed heads, tied embeddings, softmax routing).
+`tests/parity` trains three tiny models under every layout below and compares each rank's run with
+one process that does it by the book: the whole batch at once through a plain model, its losses
+written out from their definitions. `deepseek_v3` is the recipe (latent attention, a dense
+block, shared experts, grouped sigmoid routing with a moving selection bias), `deepseek_v3_mtp` the
+same with two layers of multi-token prediction; `grouped_query` is a family of the tests
+(grouped-query attention with normed heads, tied embeddings, softmax routing).
 
 fp32, gloo on CPU, {STEPS} steps of AdamW (eps 1e-5) on rows with documents, padding, uneven numbers
 of labels and experts without a token. What may differ, relative to the reference:
@@ -37,7 +38,7 @@ of labels and experts without a token. What may differ, relative to the referenc
 | every parameter's gradient (‖Δ‖/‖reference‖), first step | {PARITY_GRADIENT_ERROR:.0e} |
 | the same, later steps | {PARITY_LATER_GRADIENT_ERROR:.0e} |
 | every weight after the last step (‖Δ‖/‖reference‖) | {PARITY_WEIGHT_ERROR:.0e} |
-| loss, balance loss, gradient norm, validation loss | {PARITY_RTOL:.0e} |
+| loss, balance loss, loss ahead, gradient norm, validation loss | {PARITY_RTOL:.0e} |
 | tokens per expert, selection biases | 0 |
 
 A test fails if a layout has no row here, or is beyond these bounds. The figures are those of the
