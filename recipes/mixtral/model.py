@@ -19,7 +19,7 @@ from .config import MixtralConfig
 class Block(nn.Module):
     """Pre-norm: attention, then experts."""
 
-    def __init__(self, cfg: MixtralConfig, layer: int, rope: Rope) -> None:
+    def __init__(self, cfg: MixtralConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(cfg.hidden_size, eps=cfg.norm_eps)
         self.attention = GroupedQueryAttention(
@@ -27,7 +27,6 @@ class Block(nn.Module):
             cfg.num_heads,
             cfg.num_kv_heads,
             cfg.head_dim,
-            rope,
             std=cfg.initializer_range,
             window=cfg.sliding_window,
         )
@@ -70,5 +69,5 @@ class Model(Decoder):
             has_embedding=has_embedding,
             has_head=has_head,
             rope=rope,
-            block=lambda layer: Block(cfg, layer, rope),
+            block=lambda layer: Block(cfg, layer),
         )

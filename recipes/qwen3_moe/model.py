@@ -19,7 +19,7 @@ from .config import Qwen3MoeConfig
 class Block(nn.Module):
     """Pre-norm: attention, then experts."""
 
-    def __init__(self, cfg: Qwen3MoeConfig, layer: int, rope: Rope) -> None:
+    def __init__(self, cfg: Qwen3MoeConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(cfg.hidden_size, eps=cfg.norm_eps)
         self.attention = GroupedQueryAttention(
@@ -27,7 +27,6 @@ class Block(nn.Module):
             cfg.num_heads,
             cfg.num_kv_heads,
             cfg.head_dim,
-            rope,
             std=cfg.initializer_range,
             norm="head",
             norm_eps=cfg.norm_eps,
@@ -71,5 +70,5 @@ class Model(Decoder):
             has_embedding=has_embedding,
             has_head=has_head,
             rope=rope,
-            block=lambda layer: Block(cfg, layer, rope),
+            block=lambda layer: Block(cfg, layer),
         )

@@ -20,10 +20,12 @@ from tests.recipes.softmax_families import OWN, config
 from titan_moe.layers.moe import MoE
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 16}
+TEMPERATURES = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}  # scale angles here, never scores
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen3_moe", {"normalize_weights": False}),
     ("qwen3_moe", {"rope_scaling": YARN}),
+    ("qwen3_moe", {"rope_scaling": TEMPERATURES}),
     ("qwen3_moe", {"num_kv_heads": 6, "top_k": 2}),
     ("mixtral", {}),
     ("mixtral", {"sliding_window": None}),

@@ -14,7 +14,6 @@ from titan_moe.layers.decoder import Context
 from titan_moe.layers.init import Constant, Init
 from titan_moe.layers.linear import Linear
 from titan_moe.layers.norm import RMSNorm
-from titan_moe.layers.rope import Rope
 
 
 def keep_local(k_BSGN: Tensor, v_BSGN: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,6 +23,8 @@ def keep_local(k_BSGN: Tensor, v_BSGN: Tensor) -> tuple[Tensor, Tensor]:
 
 class GroupedQueryAttention(nn.Module):
     """Several query heads read one key head.
+
+    Scores are divided by sqrt(N): where positions are stretched, temperatures are in the angles.
 
     norm: RMS norms of queries and keys before they are turned, by "head" (width N), or over the
         "whole" projection (widths H·N and G·N); None: none. norm_eps goes with it.
@@ -42,7 +43,6 @@ class GroupedQueryAttention(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        rope: Rope,
         *,
         std: float,
         norm: Literal["head", "whole"] | None = None,
@@ -55,7 +55,7 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.backend = "auto"
         self.gather_kv: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = keep_local
-        self.head_dim, self.scale = head_dim, rope.attention_scale(head_dim)
+        self.head_dim, self.scale = head_dim, head_dim**-0.5
         self.window, self.norm = window, norm
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
         self.q = Linear(hidden_size, queries, std=std, bias=bias)

@@ -19,7 +19,7 @@ from .config import GroupedQueryConfig
 class Block(nn.Module):
     """Pre-norm: attention, then experts."""
 
-    def __init__(self, cfg: GroupedQueryConfig, layer: int, rope: Rope) -> None:
+    def __init__(self, cfg: GroupedQueryConfig, layer: int) -> None:
         super().__init__()
         hidden, std = cfg.hidden_size, cfg.initializer_range
         self.attention_norm = RMSNorm(hidden, eps=cfg.norm_eps)
@@ -28,7 +28,6 @@ class Block(nn.Module):
             cfg.num_heads,
             cfg.num_kv_heads,
             cfg.head_dim,
-            rope,
             std=std,
             norm="head",
             norm_eps=cfg.norm_eps,
@@ -66,7 +65,7 @@ class Model(Decoder):
             has_embedding=has_embedding or has_head,
             has_head=has_head,
             rope=rope,
-            block=lambda layer: Block(cfg, layer, rope),
+            block=lambda layer: Block(cfg, layer),
         )
         self.embeds = has_embedding
         if self.head is not None:
