@@ -22,7 +22,7 @@ RANKS = (
     ("parallel", "passes", "data", "optim", "checkpoint", "metrics"),
     ("parallelize",),
     ("planner", "hf"),
-    ("check",),
+    ("check", "generate"),
     ("train", "cli"),
 )
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
