@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.metrics.configs import run_config
+from tests.parity.tiny import MODEL, MTP
 from titan_moe.config.sections import RunConfig
 from titan_moe.stages import Stage, balanced, split_stages, stages_line, stages_of_rank
 
@@ -73,6 +74,13 @@ def test_embedding_and_head_are_counted() -> None:
     by_flops = {"pipeline_parallel_first_stage_less_layers": 0.0}
     assert sizes(config_of(12, 2, vocab_size=1, **by_flops)) == [6, 6]
     assert sizes(config_of(12, 2, vocab_size=100_000, **by_flops)) == [11, 1]
+
+
+def test_layers_that_predict_ahead_cost_the_last_stage() -> None:
+    """Each more than a block, and the logits once more."""
+    config = config_of(4, 2, pipeline_parallel_first_stage_less_layers=0.0)
+    for model, split in ((MODEL, [2, 2]), (MTP, [3, 1])):
+        assert sizes(config.model_copy(update={"model": model})) == split
 
 
 def test_stages_are_the_whole_model_in_order() -> None:

@@ -81,6 +81,26 @@ def test_a_run_goes_on_under_another_layout(
     shutil.rmtree(runs / "laid-anew")
 
 
+def test_multi_token_prediction_under_another_layout(recipe: Path, pool: Pool) -> None:
+    """Its loss is logged on its own; it goes on where the last stage has the embedding as well."""
+    runs, ahead = recipe.parent / "runs", "--model.num_mtp_layers=2"
+    pool.run(1, train_here, recipe, "--job.name=ahead", ahead)
+    for layout, stop in (("fsdp 2", 7), ("pp 2, fsdp 2, ep 2", 12), ("tp 2", 20)):
+        world, overrides = LAYOUTS[layout]
+        steps = f"--training.steps={stop}"
+        pool.run(world, train_here, recipe, "--job.name=ahead-anew", ahead, steps, *overrides)
+    got, wanted = (lines_of(runs / name / "metrics.jsonl") for name in ("ahead-anew", "ahead"))
+    assert [record["attempt"] for record in got] == [1] * 7 + [2] * 5 + [3] * 8
+    for key in ("loss", "balance_loss", "mtp_loss", "grad_norm"):
+        values = [record[key] for record in wanted]
+        assert [record[key] for record in got] == pytest.approx(values, rel=PARITY_CURVE_RTOL)
+    assert [record["moe"] for record in got] == [record["moe"] for record in wanted]
+    assert wanted[-1]["mtp_loss"] < wanted[0]["mtp_loss"]
+    assert all(record["mtp_loss"] is None for record in lines_of(runs / "alone/metrics.jsonl"))
+    for name in ("ahead", "ahead-anew"):
+        shutil.rmtree(runs / name)
+
+
 def assert_equal(got: Path, expected: Path, besides_step: int | None = None) -> None:
     """Two runs' metrics. besides_step: a step after which only the first validated, as its last."""
     laid_out, alone = lines_of(got / "metrics.jsonl"), lines_of(expected / "metrics.jsonl")

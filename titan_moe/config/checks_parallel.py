@@ -81,7 +81,7 @@ def experts_are_there(config: RunConfig, world: int | None) -> Faults:
 
 
 def _has_experts(config: RunConfig) -> bool:
-    return config.model.num_dense_layers < config.model.num_layers
+    return config.model.num_moe_layers + config.model.mtp_depth() > 0
 
 
 def widths_divide(config: RunConfig, world: int | None) -> Faults:
