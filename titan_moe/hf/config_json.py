@@ -58,6 +58,7 @@ def model_keys(table: HuggingFace, config: Mapping[str, Any], where: str) -> Jso
             f"{where}: model_type = {config.get('model_type')!r}: the recipe is of "
             f"{table.model_type!r}"
         )
+    config = {table.also.get(key, key): value for key, value in config.items()}
     _hold_to(table.fixed, config, where)
     keys: Json = {}
     for ours, theirs in table.keys.items():

@@ -198,7 +198,7 @@ def _refuse_loss(values: Values, names: Names, recipe: Recipe) -> None:
         nonzero = int(values.tensor(name).count_nonzero())
         if nonzero:
             raise ValueError(
-                f"{name}: {counted(nonzero, 'entry')} of it not zero, and "
+                f"{name}: not zero in {counted(nonzero, 'place')}, and "
                 f"{recipe.load_hf().architecture} has no place for it: what the model computes "
                 "would change"
             )

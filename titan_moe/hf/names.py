@@ -192,7 +192,7 @@ def _check_filled_once(names: Names) -> None:
     for theirs, found in offsets.items():
         if sorted(found) != list(range(steps[theirs])):
             raise ValueError(
-                f"{names.table}: of every {counted(steps[theirs], 'entry')} of {theirs}, rows "
+                f"{names.table}: of every {steps[theirs]} entries of {theirs}, rows "
                 f"write number {', '.join(map(str, sorted(found)))}: each should be written once"
             )
     if twice := names.theirs.keys() & names.copies.keys():
