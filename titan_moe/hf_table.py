@@ -81,6 +81,7 @@ class HuggingFace:
         no entry.
     nulls: our value of a key that is null on their side, e.g. {"q_lora_rank": 0}. Where ours is
         absent, theirs is null in any case.
+    also: other names that their keys come by, e.g. {"num_local_experts": "num_experts"}.
     may_have_fewer: keys of which a model may have less than the checkpoint that it starts from,
         as layers of multi-token prediction, whose tensors a LeftOut row then covers.
     fixed: keys of theirs with the only value that the recipe computes. Written on export; on import
@@ -93,6 +94,7 @@ class HuggingFace:
     weights: tuple[Row, ...]
     keys: Mapping[str, str]
     nulls: Mapping[str, Any] = field(default_factory=dict)
+    also: Mapping[str, str] = field(default_factory=dict)
     may_have_fewer: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     derived: Callable[[Any], dict[str, Any]] = nothing

@@ -47,6 +47,7 @@ HF = HuggingFace(
         "norm_eps": "rms_norm_eps",
         "initializer_range": "initializer_range",
     },
+    also={"num_local_experts": "num_experts"},  # as transformers 5 writes it
     fixed={
         "attention_bias": False,
         "attention_dropout": 0.0,
