@@ -19,6 +19,7 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step,
         "loss": 5.43212,
+        "mtp_loss": None,
         "grad_norm": 1.23456,
         "lr": 1e-3,
         "tokens_per_second": 3412.3,
@@ -48,6 +49,14 @@ def test_columns() -> None:
         " 13/300    4%   4m 47s    5.4321      1.235  1.00e-03       3,412     0.041       -"
         "          -     -",
     ]
+
+
+def test_a_column_for_the_loss_of_tokens_further_ahead() -> None:
+    stream = io.StringIO()
+    Console(300, stream=stream).step(record(9, mtp_loss=6.54321))
+    title, line = stream.getvalue().splitlines()
+    assert title.startswith("   step  done     left      loss  mtp loss  grad norm")
+    assert line.startswith("  9/300    3%   4m 51s    5.4321    6.5432      1.235")
 
 
 def test_colour_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,11 +57,13 @@ def _cells(record: dict[str, Any], total_steps: int) -> list[tuple[str, int, str
     left = duration((total_steps - step) * record["step_seconds"])
     dead = moe["dead_experts"]
     step_width = 2 * len(str(total_steps)) + 1
+    ahead = record["mtp_loss"]  # only of models that predict further ahead
     return [
         ("step", max(step_width, 6), f"{step}/{total_steps}", _CYAN),
         ("done", 4, f"{step / total_steps:.0%}", ""),
         ("left", 7, left, ""),
         ("loss", 8, _number(record["loss"], ".4f"), _BOLD),
+        *([] if ahead is None else [("mtp loss", 8, _number(ahead, ".4f"), "")]),
         ("grad norm", 9, _number(record["grad_norm"], ".3f"), ""),
         ("lr", 8, _number(record["lr"], ".2e"), ""),
         ("tokens/s", 10, _number(record["tokens_per_second"], ",.0f"), ""),
