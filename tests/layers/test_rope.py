@@ -58,6 +58,9 @@ def test_layout_is_the_one_of_published_weights() -> None:
         {"mscale": 1.0, "mscale_all_dim": 0.5},
         {"beta_fast": 8.0, "beta_slow": 2.0},
         {"beta_fast": 1.0, "beta_slow": 1.0},
+        {"truncate": False},
+        {"truncate": False, "factor": 4.0, "original_max_seq_len": 128},
+        {"truncate": False, "beta_fast": 1.0, "beta_slow": 1.0},
         {"factor": 1.0},
     ],
 )
@@ -72,7 +75,7 @@ def test_yarn_equals_transformers(changes: dict[str, float]) -> None:
             "rope_theta": 10000.0,
             "original_max_position_embeddings": scaling.original_max_seq_len,
             **{k: getattr(scaling, k) for k in ("factor", "mscale", "mscale_all_dim")},
-            **{k: getattr(scaling, k) for k in ("beta_fast", "beta_slow")},
+            **{k: getattr(scaling, k) for k in ("beta_fast", "beta_slow", "truncate")},
         },
     )
     frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, CPU)

@@ -45,6 +45,9 @@ class RopeScaling(Section):
     original_max_seq_len: PositiveInt = Field(description="length before stretching, in tokens")
     beta_fast: PositiveFloat = Field(32.0, description="rotations above which nothing is stretched")
     beta_slow: PositiveFloat = Field(1.0, description="rotations below which all is stretched")
+    truncate: bool = Field(
+        True, description="the ramp between the two begins and ends at whole frequencies"
+    )
     mscale: float = Field(1.0, ge=0.0, description="attention temperature, numerator")
     mscale_all_dim: float = Field(0.0, ge=0.0, description="attention temperature, denominator")
 

@@ -88,15 +88,18 @@ class Rope:
 
         Frequencies that turn more than beta_fast times within the original length stay; those
         that turn less than beta_slow times are divided by the factor; a linear ramp over the
-        frequency's index joins them.
+        frequency's index joins them, between whole indices where the scaling says truncate.
         """
         index_F = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device)
         frequency_F = 1.0 / self.theta ** (index_F / self.dim)
         if self.scaling is None:
             return frequency_F
-        low = max(math.floor(self._index_that_turns(self.scaling.beta_fast)), 0)
-        high = min(math.ceil(self._index_that_turns(self.scaling.beta_slow)), self.dim - 1)
-        # Where both ends round to one index the ramp is a step, not a division by zero.
+        low = self._index_that_turns(self.scaling.beta_fast)
+        high = self._index_that_turns(self.scaling.beta_slow)
+        if self.scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        # Where both ends are one index the ramp is a step, not a division by zero.
         stretched_F = ((index_F / 2 - low) / max(high - low, 1e-3)).clamp(0, 1)
         return frequency_F * (1 - stretched_F + stretched_F / self.scaling.factor)
 
