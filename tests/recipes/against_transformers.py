@@ -61,9 +61,11 @@ def to_theirs(tensors: Values, table: HuggingFace) -> Values:
         rows = [(row, found) for row in table.weights if (found := _fit(row, name))]
         assert rows, f"no row of the table for {name}"
         for row, found in rows:
-            if isinstance(row, Weight):
+            if isinstance(row, Weight) and row.every:
+                _put(theirs, row.theirs.format(**found.groupdict()), row.every, tensor)
+            elif isinstance(row, Weight):
                 theirs |= _of_row(row, found, tensor)
-            elif isinstance(row, Copy):
+            elif isinstance(row, Copy) and "{mtp}" not in row.theirs:  # they have none of it
                 theirs[row.theirs.format(**found.groupdict())] = tensor
             elif isinstance(row, OursOnly) and row.must_be_zero:
                 assert not tensor.any(), name
@@ -78,8 +80,6 @@ def _fit(row: Any, name: str) -> re.Match[str] | None:
 
 
 def _of_row(row: Weight, found: re.Match[str], tensor: Tensor) -> Values:
-    """With `every`, only the entries that are ours; see `merge`."""
-    assert row.every is None, "interleaved weights: the family's own test puts them together"
     if row.transposed:
         tensor = tensor.transpose(-1, -2)
     if "{expert}" not in row.theirs:
@@ -88,6 +88,14 @@ def _of_row(row: Weight, found: re.Match[str], tensor: Tensor) -> Values:
         row.theirs.format(**found.groupdict(), expert=expert): of_expert
         for expert, of_expert in enumerate(tensor)
     }
+
+
+def _put(theirs: Values, name: str, every: tuple[int, int], tensor: Tensor) -> None:
+    """Where ours are some of the entries along their last dimension, and other rows' the rest."""
+    first, step = every
+    if name not in theirs:
+        theirs[name] = tensor.new_full((*tensor.shape[:-1], step * tensor.shape[-1]), torch.nan)
+    theirs[name][..., first::step] = tensor
 
 
 def tiny(cfg: ModelConfig) -> Any:
@@ -104,6 +112,11 @@ def tiny(cfg: ModelConfig) -> Any:
                 parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
             elif "bias" in name or name.endswith("sinks_H"):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        rows = load_recipe(cfg.recipe).load_hf().weights
+        if any(isinstance(row, Weight) and "selection_bias" in row.ours for row in rows):
+            for name, buffer in model.named_buffers():
+                if name.endswith("selection_bias"):
+                    buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

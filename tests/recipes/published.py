@@ -19,7 +19,10 @@ CONFIGS = Path(__file__).parents[2] / "train_configs"
 
 @dataclass(frozen=True)
 class Published:
-    """toml: below train_configs. params: as published. by_hand: the same from the file's sizes."""
+    """toml: below train_configs. params: as published. by_hand: the same from the file's sizes.
+
+    All without layers of multi-token prediction.
+    """
 
     toml: str
     params: int
@@ -31,6 +34,8 @@ class Published:
     @property
     def cfg(self) -> ModelConfig:
         sizes = tomllib.loads((CONFIGS / self.toml).read_text())["model"]
+        if "num_mtp_layers" in sizes:
+            sizes["num_mtp_layers"] = 0
         return load_recipe(sizes["recipe"]).config.model_validate(sizes)
 
 
