@@ -1,0 +1,148 @@
+"""GPT-OSS and GLM-4.5 over layouts: sinks, biases of everything, windows on every other block,
+leading dense blocks.
+
+Three steps of training against one process: losses, counts, and the gradient of every parameter.
+That one process computes the right thing is for tests/recipes, which have transformers to compare.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from recipes.glm4_moe.config import Glm4MoeConfig
+from recipes.gpt_oss.config import GptOssConfig
+from tests.parity.cases import Case
+from tests.parity.compare import compare
+from tests.parity.run import Trace, train
+from tests.parity.tiny import SEQ_LEN, VOCAB, Family
+from titan_moe.check.pool import Pool
+from titan_moe.config.model import ModelConfig
+from titan_moe.layers import experts, grouped_query, linear, router
+from titan_moe.layers.init import Normal
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 8,
+    "moe_intermediate_size": 12,
+    "num_experts": 8,
+    "top_k": 2,
+    "balance_loss_weight": 0.1,
+    "max_seq_len": SEQ_LEN,
+    "rope_theta": 10000.0,
+    "norm_eps": 1e-6,
+    "initializer_range": 0.2,
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 8, "truncate": False}
+MODELS: dict[str, ModelConfig] = {
+    "gpt_oss": GptOssConfig.model_validate(
+        {
+            **SIZES,
+            "recipe": "recipes.gpt_oss",
+            "sliding_window": 5,
+            "swiglu_limit": 0.5,
+            "rope_scaling": YARN,
+        }
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        recipe="recipes.glm4_moe",
+        num_dense_layers=1,
+        intermediate_size=40,
+        partial_rotary_factor=0.5,
+        qk_norm=True,
+        num_shared_experts=1,
+        route_scale=1.5,
+        bias_update_rate=0.003,
+        **SIZES,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class FamilyCase(Case):
+    """A case of a family that is none of tests/parity's."""
+
+    @property
+    def of_family(self) -> Family:
+        model = MODELS[self.family]
+        is_glm = self.family == "glm4_moe"
+        return Family(
+            model,
+            seed=5,
+            score_function="sigmoid" if is_glm else "softmax",
+            groups=1,
+            limited_groups=1,
+            balance=(0.1,) * model.num_moe_layers,
+            z_loss=(0.0,) * model.num_moe_layers,
+            bias_rate=(0.003 if is_glm else 0.0,) * model.num_moe_layers,
+        )
+
+
+def noise(value: float) -> Normal:
+    """In the place of `Constant`, for what it starts at 0."""
+    return Normal(0.2)
+
+
+def off_zero(patch: pytest.MonkeyPatch) -> None:
+    """Biases and sinks start from noise: they matter from the first step, and after three their
+    rounding is no longer that of three updates alone.
+    """
+    for module in (experts, grouped_query, linear, router):
+        patch.setattr(module, "Constant", noise)
+
+
+def run(case: FamilyCase) -> Trace:
+    return train(case, control=off_zero)
+
+
+def of(family: str, **layout: Any) -> FamilyCase:
+    return FamilyCase(family=family, **layout)
+
+
+LAYOUTS = [
+    # Sinks and biases, of which each rank has some heads'; that of the way out is whole.
+    of("gpt_oss", tp=2),
+    of("gpt_oss", tp=4),
+    of("gpt_oss", tp=2, sequence_parallel=False),
+    of("gpt_oss", tp=4, sequence_parallel=False),
+    of("gpt_oss", tp=2, shards=2),
+    of("gpt_oss", tp=2, shards=2, sequence_parallel=False, recompute="full"),
+    # Experts' biases.
+    of("gpt_oss", shards=2, ep=2),
+    of("gpt_oss", shards=4, ep=4),
+    of("gpt_oss", shards=4, ep=2, max_expert_tokens=8),
+    of("gpt_oss", tp=2, shards=2, ep=4),
+    # Windows and sinks over slices of the sequence; blocks of both kinds in stages of their own.
+    of("gpt_oss", cp=2),
+    of("gpt_oss", cp=4),
+    of("gpt_oss", cp=2, balancer="none"),
+    of("gpt_oss", cp=2, tp=2, ep=2),
+    of("gpt_oss", pp=2),
+    of("glm4_moe", tp=2, cp=2),
+    of("glm4_moe", tp=4, sequence_parallel=False),
+    of("glm4_moe", tp=2, shards=2, ep=4),
+    of("glm4_moe", pp=2, shards=2, ep=2),
+]
+
+
+@pytest.fixture(scope="module")
+def one_process(pool: Pool) -> Any:
+    """family -> the trace of one process."""
+
+    @cache
+    def trace(family: str) -> Trace:
+        return pool.run(1, run, of(family))[0]
+
+    return trace
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_three_steps_equal_one_process(pool: Pool, one_process: Any, case: FamilyCase) -> None:
+    expected = one_process(case.family)
+    of_ranks = [compare(trace, expected) for trace in pool.run(case.world, run, case)]
+    assert [comparison.faults for comparison in of_ranks] == [()] * case.world
