@@ -160,3 +160,9 @@ def test_balance_of_its_layers_comes_last() -> None:
     message = r"has 3 values for 4 MoE layers \(num_layers - num_dense_layers \+ num_mtp_layers\)"
     with pytest.raises(ValueError, match=message):
         config(num_mtp_layers=1, bias_update_rate=[0.1, 0.2, 0.3])
+
+
+def test_a_weight_of_nothing_is_refused() -> None:
+    assert config(num_mtp_layers=1, mtp_loss_weight=0.1).mtp_weight() == 0.1
+    with pytest.raises(ValueError, match=r"mtp_loss_weight = 0\.1 weighs nothing, .* is 0"):
+        config(mtp_loss_weight=0.1)

@@ -1,8 +1,12 @@
 """Multi-token prediction, for the families whose models have layers of it."""
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from typing import Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from titan_moe.config.model import ModelConfig
+
+LOSS_WEIGHT = 0.3  # what DeepSeek-V3 was trained with for most of its tokens
 
 
 class MultiTokenPrediction(ModelConfig):
@@ -17,8 +21,17 @@ class MultiTokenPrediction(ModelConfig):
         0, description="layers that predict tokens further ahead, while training"
     )
     mtp_loss_weight: PositiveFloat = Field(
-        0.3, description="factor on the mean of their losses, added to the loss"
+        LOSS_WEIGHT, description="factor on the mean of their losses, added to the loss"
     )
+
+    @model_validator(mode="after")
+    def _weight_is_heeded(self) -> Self:
+        if self.num_mtp_layers == 0 and self.mtp_loss_weight != LOSS_WEIGHT:
+            raise ValueError(
+                f"mtp_loss_weight = {self.mtp_loss_weight} weighs nothing, as num_mtp_layers is 0: "
+                "leave it out, or give num_mtp_layers"
+            )
+        return self
 
     def mtp_depth(self) -> int:
         return self.num_mtp_layers
