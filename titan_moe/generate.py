@@ -20,7 +20,7 @@ from titan_moe.config.recipe_config import model_config_of
 from titan_moe.config.sections import Checkpoint, Data
 from titan_moe.data.tokenizer import JsonTokenizer, Tokenizer, check_vocabulary, tokenizer_of
 from titan_moe.hf.config_json import model_config
-from titan_moe.hf.folder import open_folder, read_json
+from titan_moe.hf.folder import CONFIG, open_folder, read_json
 from titan_moe.hf.load import load_weights
 from titan_moe.parallel.initialise import initialise, materialise
 from titan_moe.parallel.whole import keywords_of
@@ -69,7 +69,7 @@ def open_hf_folder(path: Path, recipe: str) -> Speaker:
         raise ValueError(f"--recipe = {recipe}: {error}") from error
     parts = load_recipe(recipe)
     content = open_folder(path)
-    cfg = model_config(parts, recipe, content.config, str(content.config_path()))
+    cfg = model_config(parts, recipe, content.config, str(path / CONFIG))
     model = _built(cfg)
     load_weights([model], path, parts, cfg)
     tokens = _special_tokens(path)

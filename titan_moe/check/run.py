@@ -42,13 +42,19 @@ def check_all(recipes: Sequence[Wanted], pool: Pool | None = None) -> int:
     return IN_PART if "not checked" in verdicts else ALL_RIGHT
 
 
-def _check(wanted: Wanted, pool: Pool) -> list[Outcome]:
+def subject_of(wanted: Wanted, pool: Pool) -> Subject:
+    """Raises ConfigError: its tiny run cannot be made."""
     try:
         config = tiny_run(wanted.config)
     except ValueError as error:
         raise ConfigError([f"{wanted.config_file}: cannot be made small: {error}"]) from error
     recipe = load_recipe(wanted.name)
-    subject = Subject(wanted.name, wanted.config_file, wanted.folder, config, recipe, pool)
+    return Subject(wanted.name, wanted.config_file, wanted.folder, config, recipe, pool)
+
+
+def _check(wanted: Wanted, pool: Pool) -> list[Outcome]:
+    subject = subject_of(wanted, pool)
+    config = subject.config
     blocks, training = config.model.num_layers, config.training
     print(
         f"{wanted.name}: {wanted.config_file}, {blocks} of its {wanted.config.model.num_layers} "
