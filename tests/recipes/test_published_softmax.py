@@ -43,14 +43,20 @@ PUBLISHED = [
     Published("mixtral/8x22b.toml", 140_620_634_112, mixtral),
     Published("olmoe/1b-7b.toml", 6_919_161_856, olmoe),
 ]
+# Not published, but with all that a family can have: a window, heads of keys fewer than queries'.
+DEBUG = [
+    Published("qwen3_moe/debug.toml", 528_064, qwen3_moe),
+    Published("mixtral/debug.toml", 478_784, mixtral),
+    Published("olmoe/debug.toml", 479_168, olmoe),
+]
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=str)
+@pytest.mark.parametrize("published", PUBLISHED + DEBUG, ids=str)
 def test_parameters(published: Published) -> None:
     check_params(published)
 
 
-@pytest.mark.parametrize("published", PUBLISHED, ids=str)
+@pytest.mark.parametrize("published", PUBLISHED + DEBUG, ids=str)
 def test_attention_shape(published: Published) -> None:
     check_attention_shape(published)
 
