@@ -11,6 +11,7 @@ from titan_moe.check.pool import Pool
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config import load_config
 from titan_moe.hf.importing import save_weights
+from titan_moe.parallel.initialise import initialise
 from titan_moe.recipe import load_recipe
 
 
@@ -53,6 +54,7 @@ def weights(recipe: Path, target: Path) -> None:
     model_class = load_recipe(config.model.recipe).load_model_class()
     blocks = range(config.model.num_layers)
     model = model_class(config.model, layers=blocks, has_embedding=True, has_head=True)
+    initialise(model, 0)
     save_weights([model], target, config)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="step-0: holds weights alone, from which no run resumes"):
