@@ -16,8 +16,6 @@ from titan_moe.recipe import Sharding
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = ("gate", "up", "down")  # of `Experts`, all [E, ...]
-
 
 def apply_expert_parallel(
     model: nn.Module, meshes: Meshes, sharding: Sharding, section: Parallelism
@@ -37,13 +35,14 @@ def apply_expert_parallel(
             f"parallelism.expert_parallel_degree = {meshes.layout.ep}, but no layer of the model "
             f"has experts"
         )
+    split = 0
     for name, moe in moes.items():
-        _split(splitter, moe, name)
+        split += _split(splitter, moe, name)
         moe.dispatcher = _dispatcher(moe, meshes, section)
     logger.info(
         "expert parallel: %d layers, %d weights over %d ranks, %s",
         len(moes),
-        len(moes) * len(WEIGHTS),
+        split,
         meshes.layout.ep,
         section.expert_parallel_comm_backend,
     )
@@ -79,15 +78,18 @@ def _traffic(parts: list[nn.Module]) -> list[Traffic | None]:
     ]
 
 
-def _split(splitter: Splitter, moe: MoE, name: str) -> None:
+def _split(splitter: Splitter, moe: MoE, name: str) -> int:
+    """How many weights there were to split: all that `Experts` owns is [E, ...]."""
     experts, ranks = moe.router.num_experts, splitter.mesh.size()
     if experts % ranks:
         raise ValueError(
             f"parallelism.expert_parallel_degree = {ranks} does not divide the {experts} experts "
             f"of {name}: every rank holds as many as the others"
         )
-    for weight in WEIGHTS:
+    weights = [weight for weight, _ in moe.experts.named_parameters(recurse=False)]
+    for weight in weights:
         splitter.split(moe.experts, weight, 0)
+    return len(weights)
 
 
 def _dispatcher(moe: MoE, meshes: Meshes, section: Parallelism) -> Dispatcher:

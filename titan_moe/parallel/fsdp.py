@@ -50,7 +50,9 @@ def apply_fsdp(
                     # Rows come in the activations' dtype, and their fp32 weights must stay fp32.
                     cast_forward_inputs=unit.mesh == "dense",
                 ),
-                shard_placement_fn=partial(_dimension, mesh.size(-1)),
+                shard_placement_fn=(
+                    partial(_dimension, mesh.size(-1)) if unit.mesh == "sparse" else None
+                ),
             )
             wrapped |= set(names)
     fully_shard(
@@ -85,9 +87,12 @@ def _reshards(section: Parallelism) -> bool:
 
 
 def _dimension(ranks: int, weight: nn.Parameter) -> Shard | None:
-    """Shard a stack of fewer experts than ranks by another dimension, if that divides evenly."""
+    """Shard a stack of fewer experts than ranks by another dimension, if that divides evenly.
+
+    weight: of experts, [E, ...].
+    """
     local = weight.to_local() if isinstance(weight, DTensor) else weight
-    if local.ndim == 3 and local.shape[0] < ranks and local.shape[1] % ranks == 0:
+    if local.shape[0] < ranks and local.shape[1] % ranks == 0:
         return Shard(1)
     return None  # the first
 

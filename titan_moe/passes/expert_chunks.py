@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from titan_moe.config.sections import Parallelism
-from titan_moe.layers.experts import Backend, Experts, ExpertsFunction
+from titan_moe.layers.experts import Experts, ExpertsFunction
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ class InChunks:
     def __init__(self, compute: ExpertsFunction, limit: int) -> None:
         self.compute, self.limit = compute, limit
 
-    def __call__(self, *given: Tensor, backend: Backend) -> Tensor:
+    def __call__(self, *given: Tensor, **settings: Any) -> Tensor:
         rows_RD = given[0]
         if len(rows_RD) <= self.limit:
-            return self.compute(*given, backend=backend)
-        result: Tensor = _Chunked.apply(self, backend, *given)
+            return self.compute(*given, **settings)
+        result: Tensor = _Chunked.apply(self, settings, *given)
         return result
 
     def chunks(
@@ -72,17 +72,17 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any,
         how: InChunks,
-        backend: Backend,
+        settings: dict[str, Any],
         rows_RD: Tensor,
         offsets_E: Tensor,
         row_weights_R: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.how, ctx.backend = how, backend
+        ctx.how, ctx.settings = how, settings
         ctx.save_for_backward(rows_RD, offsets_E, row_weights_R, *weights)
         out_RD = rows_RD.new_empty(rows_RD.shape, dtype=torch.float32)
         for here, *chunk in how.chunks(rows_RD, offsets_E, row_weights_R):
-            out_RD[here] = how.compute(*chunk, *weights, backend=backend)
+            out_RD[here] = how.compute(*chunk, *weights, **settings)
         return out_RD
 
     @staticmethod
@@ -98,7 +98,7 @@ class _Chunked(torch.autograd.Function):
         for here, rows_rD, ends_E, weights_r in ctx.how.chunks(rows_RD, offsets_E, row_weights_R):
             x_rD, w_r = rows_rD.detach().requires_grad_(), weights_r.detach().requires_grad_()
             with torch.enable_grad():
-                out_rD = ctx.how.compute(x_rD, ends_E, w_r, *leaves, backend=ctx.backend)
+                out_rD = ctx.how.compute(x_rD, ends_E, w_r, *leaves, **ctx.settings)
             gradients = torch.autograd.grad(out_rD, (x_rD, w_r, *leaves), grad_RD[here])
             grad_rows_RD[here], grad_row_weights_R[here] = gradients[:2]
             for total, gradient in zip(sums, gradients[2:], strict=True):
