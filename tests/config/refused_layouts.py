@@ -6,6 +6,10 @@ REPLICATE, SHARD = (
 )
 DOMAIN = "--parallelism.scale_up_size="
 TWO_TIER = "--parallelism.expert_parallel_comm_backend=two_tier"
+PP, ROWS = (f"--parallelism.pipeline_parallel_{key}=" for key in ("degree", "microbatch_size"))
+BATCH, PASS = (f"--training.{kind}_batch_size=" for kind in ("global", "local"))
+GROUP = "--model.balance_group_size="
+GROUPS = ["--model.balance_loss_weight=0.1", "--model.balance_loss_scope=group"]
 TOLD = "command line: parallelism."
 
 REFUSED_LAYOUTS: dict[str, list[tuple[list[str], int | None, str]]] = {
@@ -35,6 +39,37 @@ REFUSED_LAYOUTS: dict[str, list[tuple[list[str], int | None, str]]] = {
             4,
             f"{TOLD}context_parallel_degree = 4: pp 1 × dp_replicate 1 × cp 4 × tp 2 = 8 "
             "does not divide the world of 4 processes",
+        ),
+    ],
+    "balance groups are whole": [
+        (
+            [*GROUPS, f"{GROUP}3", f"{BATCH}8", f"{PASS}8"],
+            None,
+            "command line: model.balance_group_size = 3: does not divide "
+            "training.global_batch_size 8",
+        ),
+        (
+            [*GROUPS, f"{GROUP}2", f"{BATCH}8", f"{PASS}8", "--data.num_streams=2"],
+            None,
+            "command line: model.balance_group_size = 2: its 4 groups in a step do not divide "
+            "data.num_streams 2",
+        ),
+        (
+            [*GROUPS, f"{GROUP}4", f"{BATCH}8", f"{PASS}2"],
+            4,
+            "command line: model.balance_group_size = 4: its 2 groups in a step cannot be shared "
+            "by 4 data-parallel ranks",
+        ),
+        (
+            [*GROUPS, f"{GROUP}4", f"{BATCH}8", f"{PASS}2"],
+            2,
+            "command line: training.local_batch_size = 2: 2 rows are no whole groups of 4",
+        ),
+        (
+            [*GROUPS, f"{GROUP}4", f"{BATCH}8", f"{PASS}8", f"{PP}2", f"{ROWS}2"],
+            2,
+            f"{TOLD}pipeline_parallel_microbatch_size = 2: no whole groups of "
+            "model.balance_group_size 4",
         ),
     ],
     "experts fold": [

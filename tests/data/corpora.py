@@ -142,6 +142,7 @@ def make_config(
     loss_across_documents: bool = False,
     vocab_size: int = 259,
     sets: list[ValidationSet] | None = None,
+    balance_group_size: int | None = None,
     **data_keys: object,
 ) -> RunConfig:
     return RunConfig(
@@ -160,6 +161,9 @@ def make_config(
             rope_theta=1e4,
             norm_eps=1e-6,
             initializer_range=0.02,
+            balance_loss_weight=0.1,
+            balance_loss_scope="sequence" if balance_group_size is None else "group",
+            balance_group_size=balance_group_size,
         ),
         training=Training(
             local_batch_size=2,

@@ -109,6 +109,43 @@ def test_mixture(num_streams: int, global_batch_size: int, tmp_path: Path) -> No
         check(config, corpora, dp_degree)
 
 
+@pytest.mark.parametrize("num_sources", [1, 2])
+@pytest.mark.parametrize(("group_size", "num_streams"), [(2, 8), (4, 12), (4, 2)])
+def test_balance_groups_are_side_by_side(
+    num_sources: int, group_size: int, num_streams: int, tmp_path: Path
+) -> None:
+    """Rows of one group: a remainder of the stream; on one rank, and the same whatever the ranks.
+
+    In a mixture rows of streams are rotated, so that a step of 8 begins in the midst of them.
+    """
+    corpora, sources = [], []
+    for i in range(num_sources):
+        corpus = naive.Corpus(make_documents(40, seed=i), weight="0.5")
+        (tmp_path / str(i)).mkdir()
+        path = write_jsonl(tmp_path / str(i), corpus.documents)
+        corpora.append(corpus)
+        sources.append(source(path, name=f"corpus {i}", weight=0.5))
+    config = make_config(*sources, num_streams=num_streams, balance_group_size=group_size)
+    settings = naive.Settings(num_streams, config.training.seq_len, True, True, True, False)
+    groups = 8 // group_size
+    everything = naive.sequences(corpora, settings, STEPS * 8)
+    by_group = [
+        [
+            [row for stream, row in everything[k * 8 : k * 8 + 8] if stream % groups == group]
+            for group in range(groups)
+        ]
+        for k in range(STEPS)
+    ]
+    assert {len(group) for step in by_group for group in step} == {group_size}
+    for dp_degree in (1, 2):
+        for rank in range(dp_degree):
+            loader = build_train_loader(config, rank, dp_degree)
+            for k, batch in enumerate(islice(loader, STEPS)):
+                mine = [group for j, group in enumerate(by_group[k]) if j % dp_degree == rank]
+                assert rows_of(batch) == [row for group in mine for row in group]
+            loader.close()
+
+
 @pytest.mark.parametrize("dp_degree", [1, 2])
 def test_no_token_is_lost_or_repeated(dp_degree: int, tmp_path: Path) -> None:
     """Over whole passes each training token is an input once per pass, on one rank or the other."""

@@ -27,6 +27,7 @@ from titan_moe.config.checks_disk import (
 )
 from titan_moe.config.checks_model import (
     backend_masks_documents,
+    balance_groups_are_whole,
     flex_has_documents,
     sequence_within_rotary_table,
 )
@@ -276,6 +277,11 @@ CHECKS = (
         "flex has documents",
         "plain causal attention has a kernel of its own",
         flex_has_documents,
+    ),
+    Check(
+        "balance groups are whole",
+        "a balance group lies in one micro-batch of one rank, under any layout",
+        balance_groups_are_whole,
     ),
     Check(
         "warmup and decay fit",

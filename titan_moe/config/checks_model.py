@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from titan_moe.config.checks_parallel import data_parallel_degree
 from titan_moe.config.errors import Fault
 from titan_moe.config.sections import RunConfig
 
@@ -20,6 +21,31 @@ def backend_masks_documents(config: RunConfig, world: int | None) -> Faults:
             "training.attention_backend",
             'cannot go with training.document_mask = true; use "auto", "flex" or "blocked"',
         )
+
+
+def balance_groups_are_whole(config: RunConfig, world: int | None) -> Faults:
+    size, training = config.model.balance_group_size, config.training
+    if size is None:
+        return
+    key, batch = "model.balance_group_size", training.global_batch_size
+    groups, odd = divmod(batch, size)
+    if odd:
+        yield Fault(key, f"does not divide training.global_batch_size {batch}")
+        return
+    if config.data.num_streams % groups:
+        message = f"its {groups} groups in a step do not divide data.num_streams"
+        yield Fault(key, f"{message} {config.data.num_streams}")
+    degree = data_parallel_degree(config, world)
+    if degree and groups % degree:
+        message = f"its {groups} groups in a step cannot be shared by {degree} data-parallel ranks"
+        yield Fault(key, message)
+    elif degree and training.rows_per_pass(degree) % size:
+        rows = training.rows_per_pass(degree)
+        yield Fault("training.local_batch_size", f"{rows} rows are no whole groups of {size}")
+    section = config.parallelism
+    if section.pipeline_parallel_degree > 1 and section.pipeline_parallel_microbatch_size % size:
+        message = f"no whole groups of model.balance_group_size {size}"
+        yield Fault("parallelism.pipeline_parallel_microbatch_size", message)
 
 
 def flex_has_documents(config: RunConfig, world: int | None) -> Faults:

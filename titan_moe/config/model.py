@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from titan_moe.config.base import Section
 
 PerMoELayer = NonNegativeFloat | list[NonNegativeFloat]
+BalanceScope = Literal["sequence", "group", "global"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Balance:
     """What keeps the experts of one MoE layer balanced; the keys of `[model]` by these names."""
 
     balance_loss_weight: float = 0.0
+    balance_loss_scope: BalanceScope = "sequence"
+    balance_group_size: int = 1
     z_loss_weight: float = 0.0
     bias_update_rate: float = 0.0
 
@@ -74,7 +77,15 @@ class ModelConfig(Section):
     initializer_range: PositiveFloat = Field(description="standard deviation of initial weights")
     rope_scaling: RopeScaling | None = Field(None, description="absent: plain rotary positions")
     balance_loss_weight: PerMoELayer = Field(
-        0.0, description="sequence-wise balance loss; one number, or one per MoE layer"
+        0.0, description="balance loss; one number, or one per MoE layer"
+    )
+    balance_loss_scope: BalanceScope = Field(
+        "sequence",
+        description="tokens that are to be balanced: of a sequence, of a group of "
+        "sequences of one step, or of the whole step before",
+    )
+    balance_group_size: PositiveInt | None = Field(
+        None, description='sequences of a step in a balance group; for the scope "group"'
     )
     z_loss_weight: PerMoELayer = Field(
         0.0, description="loss on large router logits; one number, or one per MoE layer"
@@ -106,6 +117,23 @@ class ModelConfig(Section):
                     f"num_dense_layers{' + num_mtp_layers' if ahead else ''}): give one per MoE "
                     "layer, or a single number"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _scope_is_heeded(self) -> Self:
+        scope, size = self.balance_loss_scope, self.balance_group_size
+        if (scope == "group") != (size is not None):
+            raise ValueError(
+                f'balance_loss_scope = "{scope}" with balance_group_size '
+                f"{'absent' if size is None else f'= {size}'}: a group has a size, and nothing "
+                "else has"
+            )
+        weight = self.balance_loss_weight
+        if scope != "sequence" and not (any(weight) if isinstance(weight, list) else weight):
+            raise ValueError(
+                f'balance_loss_scope = "{scope}" says of what, but balance_loss_weight is 0: '
+                "give a weight, or leave the scope out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -141,6 +169,8 @@ class ModelConfig(Section):
 
         return Balance(
             balance_loss_weight=of_layer(self.balance_loss_weight),
+            balance_loss_scope=self.balance_loss_scope,
+            balance_group_size=self.balance_group_size or 1,
             z_loss_weight=of_layer(self.z_loss_weight),
             bias_update_rate=of_layer(self.bias_update_rate),
         )

@@ -43,10 +43,14 @@ def build_train_loader(
         state = fresh_state(description)
     else:
         check_state(state, description, [dp_rank, dp_degree])
-    if len(sources) > 1 and state["sequences"] % dp_degree:
+    size = config.model.balance_group_size
+    groups = training.global_batch_size // (size or 1)
+    parts = groups if size else dp_degree
+    if len(sources) > 1 and state["sequences"] % parts:
+        whom = f"{groups} balance groups" if size else f"a data-parallel degree of {dp_degree}"
         raise ValueError(
-            f"a mixture that stands at sequence {state['sequences']} cannot be dealt to a "
-            f"data-parallel degree of {dp_degree}, which does not divide it"
+            f"a mixture that stands at sequence {state['sequences']} cannot be dealt to {whom}: "
+            f"{parts} does not divide it"
         )
     shard = Shard(
         sources=sources,
@@ -59,7 +63,7 @@ def build_train_loader(
         state=state,
         window_bytes=WINDOW_BYTES,
     )
-    return StepLoader(shard, training.dataloader, description)
+    return StepLoader(shard, training.dataloader, description, groups)
 
 
 def build_validation(config: RunConfig, dp_rank: int, dp_degree: int) -> list[ValidationData]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_moe.config.sections import DataLoader
+from titan_moe.data.mixture import stream_of
 from titan_moe.data.packing import FIELDS
 from titan_moe.data.shard import Failure, Item, Shard
 from titan_moe.data.state import State
@@ -39,13 +40,22 @@ def _close_all() -> None:
 
 
 class StepLoader:
-    """Iterates over this rank's steps: dicts of FIELDS, int64 [R, S], rows in global order.
+    """Iterates over this rank's steps: dicts of FIELDS, int64 [R, S].
+
+    Rows are in global order within their balance group, and groups, which are side by side, in an
+    order of their own. A step's sequences are of one group if their streams leave the same
+    remainder by the number of groups, which the data-parallel degree divides: so a group is on one
+    rank, and the same, under any layout. As many groups as rows are no groups.
 
     Iterating again goes on where it stood. Broken data raises ValueError when its turn comes.
     """
 
-    def __init__(self, shard: Shard, section: DataLoader, description: State) -> None:
+    def __init__(
+        self, shard: Shard, section: DataLoader, description: State, num_groups: int
+    ) -> None:
+        """num_groups: balance groups in a step, over all ranks."""
         self._shard = shard
+        self._num_groups = num_groups
         self._description = description
         self._sequences: int = shard.state["sequences"]
         self._counts: list[int] = shard.state["counts"]
@@ -93,7 +103,7 @@ class StepLoader:
         return item
 
     def _step(self, items: list[Item]) -> dict[str, Tensor]:
-        order = np.argsort([number for item in items for number in item.numbers])
+        order = self._order([number for item in items for number in item.numbers])
         share = self._shard.global_batch_size // self._shard.dp_degree
         assert len(order) == share, f"{len(order)} of {share} sequences"
         rows_RFS = np.concatenate([item.rows.numpy() for item in items])[order]
@@ -102,6 +112,18 @@ class StepLoader:
         # By numpy: torch would wake all its threads for a copy that takes microseconds.
         step_FRS.numpy()[:] = rows_RFS.transpose(1, 0, 2)
         return dict(zip(FIELDS, step_FRS, strict=True))
+
+    def _order(self, numbers: list[int]) -> list[int]:
+        """Places of the rows, given by their global numbers, in the order in which they go out."""
+        shard = self._shard
+        if self._num_groups == shard.global_batch_size:
+            return sorted(range(len(numbers)), key=numbers.__getitem__)
+
+        def group_and_number(place: int) -> tuple[int, int]:
+            stream = stream_of(numbers[place], shard.num_streams, len(shard.sources))
+            return stream % self._num_groups, numbers[place]
+
+        return sorted(range(len(numbers)), key=group_and_number)
 
     def state(self) -> State:
         """State after the last step yielded: JSON-able, of the streams that this rank serves."""

@@ -16,6 +16,8 @@ OF_THE_RUN = {
     "max_seq_len",
     "initializer_range",
     "balance_loss_weight",
+    "balance_loss_scope",
+    "balance_group_size",
     "z_loss_weight",
     "bias_update_rate",
     "mtp_loss_weight",

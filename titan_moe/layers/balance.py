@@ -1,4 +1,4 @@
-"""Auxiliary losses of routing, per sequence, so that they do not depend on how a batch is cut.
+"""Auxiliary losses of routing, in forms that do not depend on how a batch is cut.
 
 B batch, S sequence, E experts, K experts chosen per token.
 """
@@ -43,6 +43,31 @@ def sequence_balance_loss(
     shares_BSE = F.normalize(scores_BSE, p=1.0, dim=-1)
     p_BE = (shares_BSE * valid_BS1).sum(dim=1) / tokens_B1
     return (f_BE * p_BE).sum(dim=-1)
+
+
+def global_balance_loss(
+    scores_BSE: Tensor,
+    valid_BS: Tensor,
+    counts_E: Tensor,
+    sum_over_sequence: SumOverSequence = keep,
+) -> Tensor:
+    """loss_B: sum over experts of f_E · P_E, where f is that of a whole step, the one before.
+
+    counts_E: int64, the tokens that each expert really got in that step, over all processes, the
+        selection bias having had its say. f: E times its share of them; 0 before the first step.
+    P: as in `sequence_balance_loss`. As f is given, the loss is a mean over tokens, so that it does
+        not matter which of them a process holds (after arXiv 2501.11873, which adds up the counts
+        of the running step over processes instead, micro-batch by micro-batch).
+
+    sum_over_sequence: as for the balance loss.
+    """
+    total = counts_E.sum().clamp(min=1)
+    f_E = (counts_E.double() * (len(counts_E) / total)).to(scores_BSE.dtype)
+    valid_BS1 = valid_BS.unsqueeze(-1).to(scores_BSE.dtype)
+    tokens_B1 = sum_over_sequence(valid_BS1.sum(dim=1)).clamp(min=1)
+    shares_BSE = F.normalize(scores_BSE, p=1.0, dim=-1)
+    p_BE = (shares_BSE * valid_BS1).sum(dim=1) / tokens_B1
+    return (f_E * p_BE).sum(dim=-1)
 
 
 def sequence_z_loss(

@@ -11,6 +11,7 @@ from titan_moe.layers.balance import (
     SumOverSequence,
     accumulate,
     attach_loss,
+    global_balance_loss,
     keep,
     sequence_balance_loss,
     sequence_z_loss,
@@ -25,6 +26,8 @@ class MoE(FixedDtype):
     """y = sum over chosen experts of weight·expert(x) + shared(x).
 
     balance_loss_weight, z_loss_weight: factors of this layer's auxiliary losses; 0: not computed.
+    balance_loss_scope: what is balanced, a "sequence", the tokens of a "group" of that many rows
+        side by side (balance_group_size) as if they were one sequence, or the "global" step.
     bias_update_rate: step of the selection bias per optimizer step.
 
     Slots: dispatcher; force_balance (route round-robin, for benchmarks); sum_over_sequence (see
@@ -56,6 +59,8 @@ class MoE(FixedDtype):
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
         self.balance_loss_weight = balance.balance_loss_weight
+        self.balance_loss_scope = balance.balance_loss_scope
+        self.balance_group_size = balance.balance_group_size
         self.z_loss_weight = balance.z_loss_weight
         self.bias_update_rate = balance.bias_update_rate
         self.force_balance = False
@@ -103,17 +108,29 @@ class MoE(FixedDtype):
     ) -> Tensor:
         loss = logits_TE.new_zeros(())
         if self.balance_loss_weight:
-            scores_BSE = scores_TE.view(*valid_BS.shape, -1)
-            loss_B = sequence_balance_loss(
-                scores_BSE, valid_BS, self.router.top_k, self.sum_over_sequence
-            )
-            loss = loss + self.balance_loss_weight * loss_B.sum()
+            loss = loss + self.balance_loss_weight * self._balance_loss(scores_TE, valid_BS)
         if self.z_loss_weight:
             logits_BSE = logits_TE.view(*valid_BS.shape, -1)
             loss_B = sequence_z_loss(logits_BSE, valid_BS, self.sum_over_sequence)
             loss = loss + self.z_loss_weight * loss_B.sum()
         accumulate(loss.detach(), self.balance_loss_sum)
         return attach_loss(out_BSD, loss, self.aux_scale)
+
+    def _balance_loss(self, scores_TE: Tensor, valid_BS: Tensor) -> Tensor:
+        """Summed over sequences; a group's counts as often as it has sequences."""
+        size = self.balance_group_size
+        assert len(valid_BS) % size == 0, "a micro-batch that does not hold whole groups"
+        valid_GS = valid_BS.reshape(len(valid_BS) // size, -1)
+        scores_GSE = scores_TE.view(*valid_GS.shape, -1)
+        if self.balance_loss_scope == "global":
+            loss_G = global_balance_loss(
+                scores_GSE, valid_GS, self.previous_counts, self.sum_over_sequence
+            )
+        else:
+            loss_G = sequence_balance_loss(
+                scores_GSE, valid_GS, self.router.top_k, self.sum_over_sequence
+            )
+        return size * loss_G.sum()
 
     @torch.no_grad()
     def update_selection_bias(self, global_counts_E: Tensor) -> None:
