@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -107,3 +108,16 @@ def test_the_ranks_wrote_every_file_between_them(saved: list[tuple[Path, Values]
         assert max(path.stat().st_size for path in theirs.glob("*.safetensors")) < 60_000
         bias = "layers.1.moe.router.selection_bias"
         assert torch.equal(CheckpointValues(folder / "ours").tensor(bias), state[bias])
+
+
+def test_prediction_ahead_has_its_copies(saved: list[tuple[Path, Values]]) -> None:
+    """As published files do: embedding and head once more in each of its layers."""
+    folder, state = saved[1]
+    files = (folder / "theirs").glob("*.safetensors")
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for layer in (4, 5):
+        names = {"embed_tokens": "embedding.weight", "shared_head.head": "head.output.weight"}
+        for theirs, ours in names.items():
+            assert torch.equal(written[f"model.layers.{layer}.{theirs}.weight"], state[ours])
+        project = state[f"layers.{layer}.project.weight"]
+        assert torch.equal(written[f"model.layers.{layer}.eh_proj.weight"], project)

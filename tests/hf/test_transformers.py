@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.tolerances import FP32_LOGITS
 from titan_moe.config import load_config
 from titan_moe.config.model import ModelConfig
 from titan_moe.data.tokenizer import tokenizer_of
@@ -51,6 +52,18 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
+def logits(model: Any, tokens_BS: Tensor) -> Tensor:
+    """Of rows that are one document each."""
+    positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
+    documents_BS = torch.zeros_like(tokens_BS)
+    model.eval()
+    hidden = model(
+        tokens_BS, positions_BS=positions_BS, document_ids_BS=documents_BS, tokens_BS=tokens_BS
+    )
+    result: Tensor = model.head.logits(hidden)
+    return result
+
+
 @pytest.mark.parametrize("config", DEBUG, ids=lambda path: path.parent.name)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_transformers_writes_the_same(config: Path, dtype: Any, tmp_path: Path) -> None:
@@ -66,6 +79,12 @@ def test_transformers_writes_the_same(config: Path, dtype: Any, tmp_path: Path) 
     for name, tensor in expected.items():
         assert ours[name].dtype == tensor.dtype, name
         assert torch.equal(ours[name], tensor), name
+
+    if dtype == "float32":
+        tokens_BS = torch.arange(24).view(2, 12) * 7
+        with torch.no_grad():
+            difference = logits(model, tokens_BS) - theirs.eval()(tokens_BS).logits
+        assert difference.abs().max() < FP32_LOGITS
 
     # Sizes come back the same from our config.json and from transformers' own.
     folder = open_folder(tmp_path / "ours")
