@@ -1,10 +1,11 @@
 """Tokens further ahead: what each position reads and predicts, and what a step makes of it."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.parity.cases import Case
 from tests.parity.reference import Reference
@@ -12,6 +13,7 @@ from tests.parity.run import build, gradients_of, rows_of
 from tests.parity.tiny import ROWS, SEQ_LEN, batch_of_step
 from tests.tolerances import PARITY_CURVE_RTOL, PARITY_GRADIENT_ERROR
 from titan_moe.check.pool import Pool
+from titan_moe.parallel import pipeline
 from titan_moe.parallel.ahead import labels_ahead, labels_at_each_depth, look_ahead
 
 MTP = "deepseek_v3_mtp"
@@ -134,3 +136,28 @@ def validated(case: Case) -> bool:
 @pytest.mark.parametrize("case", [Case(MTP), Case(MTP, pp=2)], ids=str)
 def test_validation_leaves_no_trace(pool: Pool, case: Case) -> None:
     assert pool.run(case.world, validated, case) == [True] * case.world
+
+
+def shapes(case: Case) -> list[tuple[torch.Size, torch.Size]]:
+    """What torch's schedule was told that each stage here gives, and what it gave."""
+    told: list[torch.Size] = []
+    gave: dict[nn.Module, torch.Size] = {}
+    build_stage = pipeline.PipelineStage
+
+    def recorded(*args: Any, output_args: Tensor, **kwargs: Any) -> Any:
+        told.append(output_args.shape)
+        return build_stage(*args, output_args=output_args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "PipelineStage", recorded)
+        engine, meshes = build(case)
+    for part in engine.parts:
+        part.register_forward_hook(lambda part, args, out: gave.update({part: out.shape}))
+    engine.forward_backward(rows_of(batch_of_step(0), meshes))
+    return list(zip(told, gave.values(), strict=True))
+
+
+def test_the_schedule_is_told_what_the_last_stage_gives(pool: Pool) -> None:
+    of_first, of_last = pool.run(2, shapes, Case(MTP, pp=2, schedule="GPipe"))
+    assert of_first == [(torch.Size([2, SEQ_LEN, 32]),) * 2]
+    assert of_last == [(torch.Size([2, SEQ_LEN, 3 * 32]),) * 2]
