@@ -77,10 +77,14 @@ class Fixed(nn.Module):
 
     def __init__(self, logits_V: Tensor) -> None:
         super().__init__()
-        self.logits_V, self.head = logits_V, self
+        self.logits_V = logits_V
 
-    def forward(self, tokens_BS: Tensor, **keywords: Tensor) -> Tensor:
-        return torch.zeros(*tokens_BS.shape, 1)
+    @property
+    def head(self) -> "Fixed":
+        return self
+
+    def forward(self, x: Tensor, **keywords: Tensor) -> Tensor:
+        return torch.zeros(*x.shape, 1)
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         return self.logits_V.expand(*hidden_BSD.shape[:2], -1)
@@ -110,7 +114,7 @@ def test_it_ends_at_eos_and_where_positions_end_and_never_says_padding() -> None
     assert list(generate(speaker_of({257: 9.0, 65: 1.0}), "x", tokens=5)) == []
     assert list(generate(speaker_of({65: 1.0}), "abc", tokens=9)) == [65] * 4  # BOS and 3 of 8
     assert list(generate(speaker_of({263: 9.0, 65: 1.0}), "x", tokens=1)) == [65]
-    with pytest.raises(ValueError, match="9 tokens are more than model.max_seq_len = 8"):
+    with pytest.raises(ValueError, match=r"9 tokens are more than model\.max_seq_len = 8"):
         list(generate(speaker_of({65: 1.0}), "abcdefgh", tokens=1))
 
 
