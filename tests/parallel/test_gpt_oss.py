@@ -58,6 +58,7 @@ MODELS: dict[str, ModelConfig] = {
         num_shared_experts=1,
         route_scale=1.5,
         bias_update_rate=0.003,
+        num_mtp_layers=1,
         **SIZES,
     ),
 }
