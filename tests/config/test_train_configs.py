@@ -23,6 +23,8 @@ def test_all_are_found() -> None:
         "debug.toml",
         "deepseek_v3/16b.toml",
         "deepseek_v3/671b.toml",
+        "deepseek_v3/debug.toml",
+        "deepseek_v3/kimi-k2.toml",
         "glm4_moe/4.5-air.toml",
         "glm4_moe/4.5.toml",
         "glm4_moe/debug.toml",

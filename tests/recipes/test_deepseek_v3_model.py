@@ -97,6 +97,7 @@ def params_by_hand(c: dict[str, Any]) -> int:
         ("671b.toml", 0, 671_026_404_352),
         ("671b.toml", 1, 671_026_404_352 + 11_610_067_968),
         ("16b.toml", 0, 15_960_108_544),
+        ("kimi-k2.toml", 0, 1_026_408_209_408),
     ],
 )
 def test_published_sizes(name: str, mtp: int, params: int) -> None:
@@ -110,7 +111,7 @@ def test_published_sizes(name: str, mtp: int, params: int) -> None:
     assert sorted(names) == sorted([n for n, _ in model.named_parameters()] + shared)
 
 
-@pytest.mark.parametrize("name", ["671b.toml", "16b.toml"])
+@pytest.mark.parametrize("name", ["671b.toml", "16b.toml", "kimi-k2.toml"])
 def test_attention_shape_counts_its_projections(name: str) -> None:
     cfg = published(name)
     shape = cfg.attention_shape(0)
