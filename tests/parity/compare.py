@@ -77,7 +77,14 @@ def _curve_errors(trace: Trace, expected: Trace) -> dict[str, float]:
     for curve in CURVES:
         got, wanted = getattr(trace, curve), getattr(expected, curve)
         pairs += [(f"{curve}[{n}]", *pair) for n, pair in enumerate(zip(got, wanted, strict=True))]
-    return {where: abs(got - wanted) / abs(wanted) for where, got, wanted in pairs}
+    return {where: _relative(got, wanted) for where, got, wanted in pairs}
+
+
+def _relative(got: float, wanted: float) -> float:
+    """What is wanted to be 0 must be so exactly."""
+    if wanted == 0.0:
+        return 0.0 if got == 0.0 else math.inf
+    return abs(got - wanted) / abs(wanted)
 
 
 def _inexact(trace: Trace, expected: Trace) -> list[str]:

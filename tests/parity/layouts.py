@@ -5,6 +5,7 @@ from dataclasses import replace
 from tests.parity.cases import Case
 
 GQ, MTP = "grouped_query", "deepseek_v3_mtp"
+GROUPS, STEPS = "balance_of_groups", "balance_of_steps"
 
 DATA = [
     Case(),
@@ -116,7 +117,19 @@ AHEAD = [
     Case(MTP, tp=2, cp=2, pp=2),
 ]
 
-LAYOUTS = [*DATA, *TENSOR, *EXPERT, *CONTEXT, *PIPELINE, *PRODUCTS, *AHEAD]
+BALANCE = [
+    Case(GROUPS),
+    Case(GROUPS, shards=4, ep=2, accumulation=2, recompute="full"),
+    Case(GROUPS, tp=2, cp=2),
+    Case(GROUPS, pp=2, shards=2),
+    Case(STEPS),
+    Case(STEPS, shards=4, accumulation=4),
+    Case(STEPS, tp=2, sequence_parallel=False),
+    Case(STEPS, cp=2, ep=2),
+    Case(STEPS, pp=2, shards=2, schedule="ZBVZeroBubble", recompute="full"),
+]
+
+LAYOUTS = [*DATA, *TENSOR, *EXPERT, *CONTEXT, *PIPELINE, *PRODUCTS, *AHEAD, *BALANCE]
 assert len(set(LAYOUTS)) == len(LAYOUTS) >= 40
 
 

@@ -51,8 +51,9 @@ class Reference:
             moe.balance_loss_weight = moe.z_loss_weight = 0.0
             moe.router.register_forward_hook(self._keep_logits)
         adam = config_of(Case(family)).optimizer
-        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
-        vectors = [p for p in self.model.parameters() if p.ndim < 2]
+        named = list(self.model.named_parameters())
+        matrices = [p for name, p in named if p.ndim >= 2 and not name.endswith("bias")]
+        vectors = [p for name, p in named if p.ndim < 2 or name.endswith("bias")]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": adam.weight_decay}, {"params": vectors}],
             lr=adam.lr,
@@ -62,6 +63,7 @@ class Reference:
             foreach=False,
         )
         self.gap, self.idle = float("inf"), 0
+        self.step_before: Tensor | None = None
 
     def _keep_logits(self, module: nn.Module, inputs: object, logits_TE: Tensor) -> None:
         self.logits.append(logits_TE)
@@ -105,12 +107,18 @@ class Reference:
         for index, (moe, logits_TE, valid_BS) in enumerate(layers):
             logits_BSE = logits_TE.view(*valid_BS.shape, -1)
             counts_BE = []
+            for row in range(0, len(valid_BS), self.family.rows_balanced or 1):
+                rows = slice(row, row + (self.family.rows_balanced or 1))
+                of_rows = self._balance_loss(logits_BSE[rows][valid_BS[rows]], index)
+                balance_loss = balance_loss + of_rows * len(valid_BS[rows]) / len(valid_BS)
             for logits_SE, valid_S in zip(logits_BSE, valid_BS, strict=True):
-                of_sequence = self._auxiliary_loss(logits_SE[valid_S], index)
-                balance_loss = balance_loss + of_sequence / len(valid_BS)
+                balance_loss = balance_loss + self._z_loss(logits_SE[valid_S], index) / len(
+                    valid_BS
+                )
                 counts_BE.append(self._count(logits_SE[valid_S], moe.router.selection_bias))
             counts.append(torch.stack(counts_BE).sum(dim=0))
             self.idle += int((torch.stack(counts_BE) == 0).sum())
+        self.step_before = torch.stack(counts)
         (loss + balance_loss + self.family.mtp_weight * mtp_loss).backward()
         return Step(loss.detach(), balance_loss.detach(), torch.stack(counts), mtp_loss.detach())
 
@@ -121,20 +129,34 @@ class Reference:
         powers_TE = logits_TE.exp()
         return powers_TE / powers_TE.sum(dim=1, keepdim=True)
 
-    def _auxiliary_loss(self, logits_TE: Tensor, layer: int) -> Tensor:
-        """Of one sequence: DeepSeek-V3's equations 17 to 20 and ST-MoE's equation 5, weighted."""
+    def _balance_loss(self, logits_TE: Tensor, layer: int) -> Tensor:
+        """Of the tokens of one or more sequences: DeepSeek-V3's equations 17 to 20, weighted; or
+        with what each expert was sent in the whole step before for what is chosen now.
+        """
         tokens, num_experts = logits_TE.shape
         if tokens == 0:
             return logits_TE.sum()
         top_k, scores_TE = self.family.model.top_k, self._scores(logits_TE)
         balance = logits_TE.new_zeros(())
         for expert in range(num_experts):
-            chosen = sum(expert in row.topk(top_k).indices.tolist() for row in scores_TE)
-            f = chosen * num_experts / (top_k * tokens)
+            if self.family.rows_balanced is not None:
+                chosen = sum(expert in row.topk(top_k).indices.tolist() for row in scores_TE)
+                f = chosen * num_experts / (top_k * tokens)
+            elif self.step_before is not None:
+                before_E = self.step_before[layer].tolist()
+                f = before_E[expert] * num_experts / sum(before_E)
+            else:
+                f = 0.0
             p = (scores_TE[:, expert] / scores_TE.sum(dim=1)).mean()
             balance = balance + f * p
+        return self.family.balance[layer] * balance
+
+    def _z_loss(self, logits_TE: Tensor, layer: int) -> Tensor:
+        """Of one sequence: ST-MoE's equation 5, weighted."""
+        if len(logits_TE) == 0:
+            return logits_TE.sum()
         squares = logits_TE.exp().sum(dim=1).log().square()
-        return self.family.balance[layer] * balance + self.family.z_loss[layer] * squares.mean()
+        return self.family.z_loss[layer] * squares.mean()
 
     def _count(self, logits_TE: Tensor, bias_E: Tensor) -> Tensor:
         """Tokens per expert by group-limited choice, token by token; keeps the smallest gap."""

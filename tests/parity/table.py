@@ -23,12 +23,13 @@ TABLE = Path(__file__).parents[2] / "docs" / "parity.md"
 HEAD = f"""\
 # Same recipe, same loss, any layout
 
-`tests/parity` trains three tiny models under every layout below and compares each rank's run with
+`tests/parity` trains five tiny models under every layout below and compares each rank's run with
 one process that does it by the book: the whole batch at once through a plain model, its losses
 written out from their definitions. `deepseek_v3` is the recipe (latent attention, a dense
 block, shared experts, grouped sigmoid routing with a moving selection bias), `deepseek_v3_mtp` the
 same with two layers of multi-token prediction; `grouped_query` is a family of the tests
-(grouped-query attention with normed heads, tied embeddings, softmax routing).
+(grouped-query attention with normed heads, tied embeddings, softmax routing), `balance_of_groups`
+and `balance_of_steps` the same with the other two scopes of the balance loss.
 
 fp32, gloo on CPU, {STEPS} steps of AdamW (eps 1e-5) on rows with documents, padding, uneven numbers
 of labels and experts without a token. What may differ, relative to the reference:

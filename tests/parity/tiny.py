@@ -20,6 +20,7 @@ class Family:
     """A tiny model, and its routing as the reference reads it, without asking the model.
 
     balance, z_loss, bias_rate: one per MoE layer.
+    rows_balanced: rows whose tokens are balanced together; None: against the step before.
     mtp_layers, mtp_weight: layers that predict further ahead, and the factor on their mean loss.
     seed: of the initial weights, one on which no choice of experts is nearly a tie.
     """
@@ -32,6 +33,7 @@ class Family:
     balance: tuple[float, ...]
     z_loss: tuple[float, ...]
     bias_rate: tuple[float, ...]
+    rows_balanced: int | None = 1
     mtp_layers: int = 0
     mtp_weight: float = 0.0
 
@@ -97,6 +99,14 @@ GROUPED_QUERY = GroupedQueryConfig(
     initializer_range=0.2,
 )
 
+GROUPS = GroupedQueryConfig.model_validate(
+    GROUPED_QUERY.model_dump(exclude_none=True)
+    | {"balance_loss_scope": "group", "balance_group_size": 2}
+)
+STEP_BEFORE = GroupedQueryConfig.model_validate(
+    GROUPED_QUERY.model_dump(exclude_none=True) | {"balance_loss_scope": "global"}
+)
+
 FAMILIES = {
     "deepseek_v3": Family(
         MODEL,
@@ -129,6 +139,28 @@ FAMILIES = {
         balance=(0.1,) * 4,
         z_loss=(0.0,) * 4,
         bias_rate=(0.0,) * 4,
+    ),
+    "balance_of_groups": Family(
+        GROUPS,
+        seed=11,
+        score_function="softmax",
+        groups=1,
+        limited_groups=1,
+        balance=(0.1,) * 4,
+        z_loss=(0.0,) * 4,
+        bias_rate=(0.0,) * 4,
+        rows_balanced=2,
+    ),
+    "balance_of_steps": Family(
+        STEP_BEFORE,
+        seed=11,
+        score_function="softmax",
+        groups=1,
+        limited_groups=1,
+        balance=(0.1,) * 4,
+        z_loss=(0.0,) * 4,
+        bias_rate=(0.0,) * 4,
+        rows_balanced=None,
     ),
 }
 
