@@ -1,11 +1,18 @@
-"""Every tolerance that several tests share, each with its reason."""
+"""Every tolerance that several tests share, each with its reason.
+
+Those of the contract test, which is installed code, are in `titan_moe/check/tolerances.py`.
+"""
+
+from titan_moe.check.tolerances import FP32_LOGITS as FP32_LOGITS
+from titan_moe.check.tolerances import FP32_MODEL_GRADIENT as FP32_MODEL_GRADIENT
+from titan_moe.check.tolerances import LAYOUT_GRADIENT_ERROR, LAYOUT_RTOL
 
 # Layouts, three steps in fp32, AdamW eps 1e-5. Only the order of sums differs: 6e-7 of a gradient
 # at first. A step of AdamW divides by small numbers and hands the difference on, some twofold.
-PARITY_GRADIENT_ERROR = 5e-6
+PARITY_GRADIENT_ERROR = LAYOUT_GRADIENT_ERROR
 PARITY_LATER_GRADIENT_ERROR = 1e-5
 # Loss, balance loss and norm are sums over all tokens or weights, in which errors even out.
-PARITY_RTOL = 2e-6
+PARITY_RTOL = LAYOUT_RTOL
 # ‖Δ‖/‖reference‖ of each weight: three updates of 1e-3 or so, each as far off as its gradient.
 PARITY_WEIGHT_ERROR = 1e-6
 # Twenty steps of a tiny model amplify the first step's errors some ten times in loss and norm.
@@ -19,10 +26,6 @@ PARITY_MIN_GAP = 1e-5
 FP32_REORDERED = 2e-6
 # bf16 keeps 8 bits; scores, weights and results are each rounded once (2^-9 relative each).
 BF16_ROUNDED = 1e-2
-# Absolute, on logits of order 1 after several layers in fp32 by two implementations.
-FP32_LOGITS = 1e-4
-# The same model's gradients: errors of all layers add up; small gradients come from large terms.
-FP32_MODEL_GRADIENT = 2e-5
 
 # A norm of fp32 gradients, summed in fp64 in another order.
 NORM_RTOL = 1e-12

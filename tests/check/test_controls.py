@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.check.forks import Edit, forked
+from titan_moe.check import against_transformers
 from titan_moe.check.pool import Pool
 from titan_moe.check.report import outcome_of
 from titan_moe.check.run import check_all, subject_of
 from titan_moe.check.steps import STEPS
 from titan_moe.cli.check import wanted
 
+NORM = "        self.mlp_norm = RMSNorm(cfg.hidden_size, eps=cfg.norm_eps)\n"
 BY_NAME = {step.name: step for step in STEPS}
 
 
@@ -122,6 +124,22 @@ CONTROLS = [
         ("meta",),
     ),
     Control(
+        "parameter_without_init",
+        "qwen3_moe",
+        (("model.py", NORM, NORM + "        self.more = nn.Linear(4, 4)\n"),),
+        "init",
+        "no entry in .inits for bias, weight",
+        ("house", "meta"),
+    ),
+    Control(
+        "weight_in_memory",
+        "qwen3_moe",
+        (("model.py", NORM, NORM + '        self.more = nn.Linear(4, 4, device="cpu")\n'),),
+        "meta",
+        "not on meta when built there: layers.0.more.weight",
+        ("house",),
+    ),
+    Control(
         "gradient_cut",
         "qwen3_moe",
         (("model.py", "self.mlp_norm(x_BSD)", "self.mlp_norm(x_BSD.detach())"),),
@@ -154,10 +172,23 @@ def test_a_broken_recipe_ends_with_code_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    norm = "        self.mlp_norm = RMSNorm(cfg.hidden_size, eps=cfg.norm_eps)\n"
-    edit = ("model.py", norm, "")
+    edit = ("model.py", NORM, "")
     forked("qwen3_moe", "without_norm", tmp_path, monkeypatch, edit)
     assert check_all([wanted("without_norm")], pool) == 1
     said = capsys.readouterr().out
     assert "has no attribute 'mlp_norm'" in said
     assert "without_norm/model.py:" in said, "the line of the recipe where it broke"
+
+
+def test_without_transformers_it_says_how_to_get_it(
+    pool: Pool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    forked("qwen3_moe", "alone", tmp_path, monkeypatch)
+    monkeypatch.setattr(against_transformers, "find_spec", lambda name: None)
+    assert check_all([wanted("alone")], pool) == 3
+    said = capsys.readouterr().out
+    assert said.count("not checked") == 4  # three steps, and the sum
+    assert "transformers is not installed: pip install 'titan-moe[dev]' brings it" in said

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe.check.pool import Pool
+from tests.launch.test_cli import titan_moe
 from titan_moe.cli.fork import fork
 from titan_moe.cli.main import main
 from titan_moe.config import load_config
@@ -96,10 +96,7 @@ def test_what_is_refused(
     assert (folder / "train_configs/sized/debug.toml").read_text() == "mine"
 
 
-def test_a_fork_outside_the_tree_is_found_by_check(
-    folder: Path, pool: Pool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Bad usage of check is told before torch is needed."""
+def test_bad_usage_of_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "recipes.qwen3_moo"]) == 2
     assert main(["check"]) == 2
     assert main(["check", "recipes.qwen3_moe", "--confg=x"]) == 2
@@ -111,3 +108,15 @@ def test_a_fork_outside_the_tree_is_found_by_check(
     shutil.copytree(ROOT / "recipes/qwen3_moe", folder / "unsized")
     assert main(["check", "unsized"]) == 2
     assert "name one by --config" in capsys.readouterr().err
+
+
+def test_nothing_of_it_needs_torch(folder: Path) -> None:
+    """Nor do the help texts of check and generate, or their complaints about usage."""
+    done = titan_moe(folder, "fork", "recipes.qwen3_moe", "mine")
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in ("check", "fork", "generate"):
+        assert f"usage: titan-moe {command}" in titan_moe(folder, command, "--help").stdout
+    for command in (["check", "mine", "--x"], ["generate", "x"], ["fork", "mine"]):
+        done = titan_moe(folder, *command)
+        assert done.returncode == 2
+        assert "torch was imported" not in done.stderr
