@@ -51,7 +51,7 @@ def _debug(family: str) -> Path:
 
 
 def test_a_fork_of_a_fork_beside_it_and_what_it_extends(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Source and target out of the tree, in a package of several recipes; `extends` still leads."""
     (folder / "mine").mkdir()
@@ -68,6 +68,9 @@ def test_a_fork_of_a_fork_beside_it_and_what_it_extends(
     said = capsys.readouterr().out
     assert "titan-moe check mine.second" in said
     assert "train_configs/second/debug.toml" in said
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    assert load_config(fork("mine.first", "third")).model.top_k == 3
 
 
 @pytest.mark.parametrize(
