@@ -108,7 +108,7 @@ FILES: dict[str, dict[str, Any]] = {
         "vocab_size": 50304,
     },
 }
-OF_TRAINING = {"balance_loss_weight", "z_loss_weight", "bias_update_rate"}
+OF_TRAINING = {"balance_loss_weight", "balance_loss_scope", "z_loss_weight", "bias_update_rate"}
 
 
 def sizes(cfg: Any) -> dict[str, Any]:
