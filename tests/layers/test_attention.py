@@ -213,21 +213,5 @@ def test_a_tracer_sees_one_operator() -> None:
         assert torch.equal(x, y)
 
 
-def test_flex_masks_what_the_reference_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its block mask, at full resolution, uncompiled (the kernel itself needs CUDA)."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    from titan_moe.layers import flex
-
-    monkeypatch.setattr(flex, "_compiled", lambda function: function)
-    case = DOCUMENTS["padding"]
-    mask = case.mask()
-    assert mask is not None
-    q, k, v = (x.detach().transpose(1, 2) for x in case.inputs(torch.float32))
-    out = flex_attention(q, k, v, block_mask=flex.block_mask_of(mask), scale=0.3)
-    truth = attention(*case.inputs(torch.float32), scale=0.3, mask=mask, backend="reference")
-    assert error(out.transpose(1, 2), truth) < FP32_REORDERED
-
-
 def test_plain_causal_is_no_mask() -> None:
     assert plain_causal(torch.zeros(1, 4)) is None

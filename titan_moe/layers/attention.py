@@ -35,40 +35,46 @@ def attention(
     mask: None is plain causal over whole rows (S == T).
     window: a query sees the last so many keys alone, itself among them.
     sinks_H: a score of each head that takes part in the softmax, unscaled, and has no value.
-    backend: "reference" (naive, quadratic memory), "sdpa" (torch's fused kernels, no documents),
+    backend: "reference" (naive, quadratic memory), "sdpa" (torch's fused kernels, plain causal),
         "blocked" (matmuls over blocks of queries, for CPUs), "flex" (FlexAttention, CUDA), or
-        "auto": blocked on CPU; on CUDA flex where there is a mask and sdpa where there is none.
+        "auto": blocked on CPU; on CUDA flex where there is a mask, a window or sinks, else sdpa.
         Memory is linear in S + T on all but the reference.
 
     Raises ValueError for an unknown backend, and for one that cannot do what is asked.
     """
     assert q_BSHD.shape[2] % k_BTGD.shape[2] == 0, "key heads must divide query heads"
     assert mask is not None or q_BSHD.shape[1] == k_BTGD.shape[1], "slices need a mask"
+    assert window is None or window > 0, "a query sees at least itself"
+    if window is not None and window >= k_BTGD.shape[1]:
+        window = None  # nothing is further away
     if backend == "auto":
-        backend = backend_for(q_BSHD.device.type, mask)
-    if window is not None or sinks_H is not None:
-        return _reference(q_BSHD, k_BTGD, v_BTGV, scale, mask, window, sinks_H)
+        backend = backend_for(q_BSHD.device.type, mask, window, sinks_H)
     if backend == "blocked":
-        return blocked_attention(q_BSHD, k_BTGD, v_BTGV, scale, mask)
+        return blocked_attention(q_BSHD, k_BTGD, v_BTGV, scale, mask, window, sinks_H)
     if backend == "sdpa":
-        return _sdpa(q_BSHD, k_BTGD, v_BTGV, scale, mask)
+        return _sdpa(q_BSHD, k_BTGD, v_BTGV, scale, mask, window, sinks_H)
     if backend == "flex":
         from titan_moe.layers.flex import flex  # imports a compiler
 
-        return flex(q_BSHD, k_BTGD, v_BTGV, scale, mask)
+        return flex(q_BSHD, k_BTGD, v_BTGV, scale, mask, window, sinks_H)
     if backend == "reference":
-        return _reference(q_BSHD, k_BTGD, v_BTGV, scale, mask)
+        return _reference(q_BSHD, k_BTGD, v_BTGV, scale, mask, window, sinks_H)
     raise ValueError(
         f'attention backend "{backend}" is unknown: auto, blocked, sdpa, flex or reference'
     )
 
 
-def backend_for(device_type: str, mask: AttentionMask | None) -> str:
+def backend_for(
+    device_type: str,
+    mask: AttentionMask | None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> str:
     """What "auto" stands for. Raises ValueError where nothing is known to be right."""
     if device_type in ("cpu", "meta"):
         return "blocked"
     if device_type == "cuda":
-        return "sdpa" if mask is None else "flex"
+        return "sdpa" if mask is None and window is None and sinks_H is None else "flex"
     raise ValueError(
         f"no attention backend is chosen by itself on {device_type}: set "
         "training.attention_backend to sdpa or reference"
@@ -81,8 +87,8 @@ def _reference(
     v_BTGV: Tensor,
     scale: float,
     mask: AttentionMask | None,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
+    window: int | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     k_BTHD, v_BTHV = _per_query_head(k_BTGD, v_BTGV, q_BSHD.shape[2])
     scores_BHST = torch.einsum("bshd,bthd->bhst", q_BSHD.float(), k_BTHD.float()) * scale
@@ -105,8 +111,20 @@ def _reference(
 
 
 def _sdpa(
-    q_BSHD: Tensor, k_BTGD: Tensor, v_BTGV: Tensor, scale: float, mask: AttentionMask | None
+    q_BSHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGV: Tensor,
+    scale: float,
+    mask: AttentionMask | None,
+    window: int | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
+    if window is not None or sinks_H is not None:
+        kind = "windows" if sinks_H is None else "sinks"
+        raise ValueError(
+            f'attention backend "sdpa" has no {kind}: leave training.attention_backend at auto, '
+            "or set it to flex (CUDA) or blocked (CPU)"
+        )
     if mask is not None:
         raise ValueError(
             'attention backend "sdpa" cannot mask documents in linear memory: set '
