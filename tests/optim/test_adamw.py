@@ -10,6 +10,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titan_moe.check.pool import Pool
 from titan_moe.config.layout import Layout
 from titan_moe.config.sections import Optimizer
+from titan_moe.layers.experts import Experts
+from titan_moe.layers.grouped_query import GroupedQueryAttention
+from titan_moe.layers.norm import RMSNorm
+from titan_moe.layers.router import Router
 from titan_moe.mesh import Meshes
 from titan_moe.optim import build_optimizer
 
@@ -46,6 +50,42 @@ def test_groups_and_names() -> None:
     assert decayed["weight_decay"] == 0.5
     assert others["param_names"] == ["norm"]
     assert others["weight_decay"] == 0.0
+
+
+def test_no_bias_and_no_sink_decays() -> None:
+    """Biases of experts have two dimensions, as matrices do."""
+    block = nn.ModuleDict(
+        {
+            "experts": Experts(4, 6, 3, std=0.1, bias=True),
+            "router": Router(
+                6,
+                4,
+                2,
+                score_function="softmax",
+                normalize_weights=True,
+                route_scale=1.0,
+                std=0.1,
+                bias=True,
+            ),
+            "attention": GroupedQueryAttention(
+                6, 2, 1, 4, std=0.1, bias=True, out_bias=True, sinks=True
+            ),
+            "norm": RMSNorm(6, eps=1e-6),
+        }
+    )
+    decayed, others = build_optimizer([block], section("fused")).param_groups
+    assert set(decayed["param_names"]) == {
+        *(f"experts.{name}" for name in ("gate", "up", "down")),
+        *(f"attention.{name}.weight" for name in ("q", "k", "v", "out")),
+        "router.weight",
+    }
+    assert set(others["param_names"]) == {
+        *(f"experts.{name}_bias" for name in ("gate", "up", "down")),
+        *(f"attention.{name}.bias" for name in ("q", "k", "v", "out")),
+        "attention.sinks_H",
+        "router.bias",
+        "norm.weight",
+    }
 
 
 def test_parts_share_one_optimizer() -> None:
