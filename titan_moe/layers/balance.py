@@ -55,9 +55,9 @@ def global_balance_loss(
 
     counts_E: int64, the tokens that each expert really got in that step, over all processes, the
         selection bias having had its say. f: E times its share of them; 0 before the first step.
-    P: as in `sequence_balance_loss`. As f is given, a sequence's loss is a mean over its tokens, and
-        it does not matter which of them a process holds (after arXiv 2501.11873, which adds up the
-        counts of the running step over processes instead, micro-batch by micro-batch).
+    P: as in `sequence_balance_loss`. As f is given, a sequence's loss is a mean over its tokens,
+        and it does not matter which of them a process holds (after arXiv 2501.11873, which adds up
+        the counts of the running step over processes instead, micro-batch by micro-batch).
 
     sum_over_sequence: as for the balance loss.
     """
