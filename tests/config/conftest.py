@@ -9,12 +9,14 @@ from titan_moe.config import ConfigError, load_config
 
 RECIPE = '''
 from pydantic import Field, model_validator
-from titan_moe.config.model import ModelConfig
+from titan_moe.config.model import AttentionShape, ModelConfig
 from titan_moe.recipe import Recipe
 
 class TinyConfig(ModelConfig):
     """Two groups of nothing."""
     num_groups: int = Field(1, gt=0, description="groups of experts")
+    window: int | None = Field(None, description="of the last layer alone")
+    sinks: bool = Field(False, description="of the last layer alone")
     decay_per_layer: float | list[float] = Field(0.5, description="a number, or one per layer")
 
     @model_validator(mode="after")
@@ -22,6 +24,10 @@ class TinyConfig(ModelConfig):
         if self.num_experts % self.num_groups:
             raise ValueError(f"num_groups = {self.num_groups} does not divide {self.num_experts}")
         return self
+
+    def attention_shape(self, layer):
+        last = layer == self.num_layers - 1
+        return AttentionShape(64, 2, 8, 8, self.window if last else None, self.sinks and last)
 
 RECIPE = Recipe(TinyConfig, "tiny_recipe.model.Model", "tiny_recipe.sharding.SHARDING")
 '''

@@ -4,6 +4,8 @@ from tests.config.refused_layouts import REFUSED_LAYOUTS
 from tests.config.refused_pipelines import REFUSED_PIPELINES
 
 SETS = "--validation.sets="
+SDPA = ["--training.attention_backend=sdpa", "--training.document_mask=false"]
+FLEX = ["--training.attention_backend=flex", "--training.document_mask=false"]
 HELD_OUT = SETS + "[{name = 'v', holdout_of = 'stdlib', max_tokens = 9}]"
 
 # name of the row -> (overrides, processes, what is said before the reason)
@@ -26,13 +28,23 @@ REFUSED: dict[str, list[tuple[list[str], int | None, str]]] = {
             'training.document_mask = true; use "auto", "flex" or "blocked"',
         )
     ],
+    "backend has windows and sinks": [
+        (
+            [*SDPA, f"--model.{key}"],
+            None,
+            'command line: training.attention_backend = "sdpa": cannot go with a model that has '
+            f'{found}; use "auto", "flex" or "blocked"',
+        )
+        for key, found in (("window=63", "windows of 63"), ("sinks=true", "sinks"))
+    ],
     "flex has documents": [
         (
-            ["--training.attention_backend=flex", "--training.document_mask=false"],
+            keys,
             None,
             'command line: training.attention_backend = "flex": cannot go with '
             'training.document_mask = false; use "auto" or "sdpa"',
         )
+        for keys in (FLEX, [*FLEX, "--model.window=64"])
     ],
     "warmup and decay fit": [
         (

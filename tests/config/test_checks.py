@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram, WordLevel
 
-from tests.config.refused import HELD_OUT, REFUSED, SETS
+from tests.config.refused import FLEX, HELD_OUT, REFUSED, SDPA, SETS
 from titan_moe.config import ConfigError, load_config
 from titan_moe.config.checks import CHECKS
 from titan_moe.config.checks_disk import ids_in
@@ -58,7 +58,10 @@ def test_every_row_is_tried() -> None:
             4,
         ),
         (["--training.seq_len=128"], None),
-        (["--training.attention_backend=sdpa", "--training.document_mask=false"], None),
+        (SDPA, None),
+        ([*SDPA, "--model.window=64"], None),  # as long as a row
+        ([*FLEX, "--model.window=63"], None),
+        ([*FLEX, "--model.sinks=true"], None),
         (["--lr_scheduler.warmup_steps=100"], None),
         (["--lr_scheduler.total_steps=1000", "--lr_scheduler.warmup_steps=500"], None),
         (["--lr_scheduler.total_steps=50", "--lr_scheduler.min_lr_factor=0.1"], None),

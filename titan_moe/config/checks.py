@@ -26,6 +26,7 @@ from titan_moe.config.checks_disk import (
     tokenizer_fits,
 )
 from titan_moe.config.checks_model import (
+    backend_has_windows_and_sinks,
     backend_masks_documents,
     balance_groups_are_whole,
     flex_has_documents,
@@ -272,6 +273,11 @@ CHECKS = (
         "backend masks documents",
         "it could mask documents only with memory quadratic in the sequence",
         backend_masks_documents,
+    ),
+    Check(
+        "backend has windows and sinks",
+        "its kernels know plain causal attention alone",
+        backend_has_windows_and_sinks,
     ),
     Check(
         "flex has documents",

@@ -23,6 +23,14 @@ def backend_masks_documents(config: RunConfig, world: int | None) -> Faults:
         )
 
 
+def backend_has_windows_and_sinks(config: RunConfig, world: int | None) -> Faults:
+    training, found = config.training, _beyond_causal(config)
+    # With document masks sdpa cannot go anyway, which is the row above's to tell.
+    if training.attention_backend == "sdpa" and not training.document_mask and found:
+        message = f'cannot go with a model that has {found}; use "auto", "flex" or "blocked"'
+        yield Fault("training.attention_backend", message)
+
+
 def balance_groups_are_whole(config: RunConfig, world: int | None) -> Faults:
     size, training = config.model.balance_group_size, config.training
     if size is None:
@@ -50,8 +58,20 @@ def balance_groups_are_whole(config: RunConfig, world: int | None) -> Faults:
 
 def flex_has_documents(config: RunConfig, world: int | None) -> Faults:
     training, cp = config.training, config.parallelism.context_parallel_degree
+    if training.attention_backend != "flex" or training.document_mask:
+        return
     # Slices of a row need a mask even without documents.
-    if training.attention_backend == "flex" and not training.document_mask and cp == 1:
+    if cp == 1 and not _beyond_causal(config):
         remedy = 'use "auto" or "sdpa"'
         message = f"cannot go with training.document_mask = false; {remedy}"
         yield Fault("training.attention_backend", message)
+
+
+def _beyond_causal(config: RunConfig) -> str:
+    """What of the model's attention is more than plain causal, in words; "" if nothing is."""
+    shapes = [config.model.attention_shape(layer) for layer in range(config.model.num_layers)]
+    windows = [shape.window for shape in shapes if shape.window is not None]
+    found = ["sinks"] if any(shape.sinks for shape in shapes) else []
+    if windows and min(windows) < config.training.seq_len:
+        found.insert(0, f"windows of {min(windows)}")
+    return " and ".join(found)
