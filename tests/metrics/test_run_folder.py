@@ -51,6 +51,7 @@ def test_what_a_run_may_change(tmp_path: Path) -> None:
         training={"steps": 40, "global_batch_size": 8, "local_batch_size": 1},
         metrics={"log_freq": 1},
         parallelism={"data_parallel_replicate_degree": 2},
+        model={"balance_loss_weight": 0.5, "bias_update_rate": 0.0},
     )
     folder = RunFolder(tmp_path, "tiny")
     assert folder.prepare(changed) == 2

@@ -10,6 +10,16 @@ from titan_moe.config.base import Section
 PerMoELayer = NonNegativeFloat | list[NonNegativeFloat]
 BalanceScope = Literal["sequence", "group", "global"]
 
+# Keys of [model] that steer training, as a learning rate does. All others say what weights mean.
+OF_TRAINING = {
+    "balance_loss_weight",
+    "balance_loss_scope",
+    "balance_group_size",
+    "z_loss_weight",
+    "bias_update_rate",
+    "mtp_loss_weight",
+}
+
 
 @dataclass(frozen=True)
 class AttentionShape:

@@ -5,23 +5,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_moe.config.model import ModelConfig, RopeScaling
+from titan_moe.config.model import OF_TRAINING, ModelConfig, RopeScaling
 from titan_moe.hf_table import HuggingFace
 from titan_moe.recipe import Recipe
 
 Json = dict[str, Any]
 
 # What a run may choose anew when it starts from weights; all else says what the weights mean.
-OF_THE_RUN = {
-    "max_seq_len",
-    "initializer_range",
-    "balance_loss_weight",
-    "balance_loss_scope",
-    "balance_group_size",
-    "z_loss_weight",
-    "bias_update_rate",
-    "mtp_loss_weight",
-}
+OF_THE_RUN = OF_TRAINING | {"max_seq_len", "initializer_range"}
 ORIGINAL = "original_max_position_embeddings"
 BESIDE_SCALING = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
 

@@ -20,10 +20,11 @@ from typing import IO, Any
 from pydantic import ValidationError
 
 from titan_moe.config import RunConfig, save_config
+from titan_moe.config.model import OF_TRAINING
 
 logger = logging.getLogger(__name__)
 
-# Beside all of [model]: what a run cannot change without becoming another one.
+# Beside [model], but for what steers training: what a run cannot change without becoming another one.
 IDENTITY = (
     ("data", "tokenizer"),
     ("data", "num_streams"),
@@ -161,7 +162,9 @@ _REMEDY = "choose another job.name, or remove the folder"
 
 
 def _identity(sections: dict[str, Any]) -> dict[str, Any]:
-    model = {f"model.{key}": value for key, value in sections["model"].items()}
+    model = {
+        f"model.{key}": value for key, value in sections["model"].items() if key not in OF_TRAINING
+    }
     return model | {f"{section}.{key}": sections[section][key] for section, key in IDENTITY}
 
 
