@@ -3,8 +3,6 @@
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from titan_moe.check.pool import Pool
 from titan_moe.check.report import Outcome, line_of, outcome_of
 from titan_moe.check.steps import STEPS
@@ -26,14 +24,12 @@ def check_all(recipes: Sequence[Wanted], pool: Pool | None = None) -> int:
         ConfigError: a config whose tiny run cannot be made.
     """
     own = pool or Pool(PROCESSES)
-    threads = torch.get_num_threads()
     level = logging.getLogger("titan_moe").level
     logging.getLogger("titan_moe").setLevel(logging.WARNING)
     try:
         outcomes = [outcome for wanted in recipes for outcome in _check(wanted, own)]
     finally:
         logging.getLogger("titan_moe").setLevel(level)
-        torch.set_num_threads(threads)
         if pool is None:
             own.close()
     verdicts = {outcome.verdict for outcome in outcomes}
