@@ -24,7 +24,7 @@ from titan_moe.config.model import OF_TRAINING
 
 logger = logging.getLogger(__name__)
 
-# Beside [model], but for what steers training: what a run cannot change without becoming another one.
+# Beside [model], but for what steers training: what no run can change and still be the same.
 IDENTITY = (
     ("data", "tokenizer"),
     ("data", "num_streams"),
