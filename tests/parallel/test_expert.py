@@ -27,6 +27,7 @@ from titan_moe.parallel.dispatch.host_reads import read_on_host
 from titan_moe.parallel.dispatch.two_tier import TwoTierDispatcher
 from titan_moe.parallel.expert import apply_expert_parallel
 from titan_moe.parallelize import parallelize
+from titan_moe.recipe import Recipe
 
 MOE_LAYERS = 3
 WEIGHTS = {"gate", "up", "down"}
@@ -159,11 +160,11 @@ class Step:
     reads: int
 
 
-def first_step(case: Case, sizes: dict[str, int]) -> Step:
+def first_step(case: Case, sizes: dict[str, int], recipe: Recipe = RECIPE) -> Step:
     config = config_of(case)
     config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})
     meshes = Meshes.build(layout_of(case), "cpu")
-    engine = parallelize(config, RECIPE, meshes, torch.device("cpu"), poison=True)
+    engine = parallelize(config, recipe, meshes, torch.device("cpu"), poison=True)
     [model] = engine.parts
     weights = {name: whole(p) for name, p in model.named_parameters()}
     placements = {
