@@ -253,3 +253,24 @@ def test_a_layer_hands_on_its_window_and_sinks(monkeypatch: pytest.MonkeyPatch) 
     layer(torch.randn(2, 5, 8), context)
     assert seen["window"] == 3
     assert seen["sinks_H"] is layer.sinks_H
+
+
+@pytest.mark.parametrize("documents", [(), ((1024,), (1024,))], ids=["rows", "documents"])
+def test_memory_is_that_of_a_window(
+    documents: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No block is wider than its queries' windows together, sinks included."""
+    monkeypatch.setattr(blocked, "BLOCK", 32)
+    widths: list[int] = []
+    weights = blocked._weights
+
+    def watched(*given: Any) -> Tensor:
+        weights_LMW = weights(*given)
+        widths.append(weights_LMW.shape[2])
+        return weights_LMW
+
+    monkeypatch.setattr(blocked, "_weights", watched)
+    case = Case(documents, seq=1024)
+    run("blocked", inputs_of(case, torch.float32, True), case, 48)
+    assert len(widths) == 2 * 1024 // 32
+    assert max(widths) == 32 + 48 - 1 + 1
