@@ -37,7 +37,13 @@ def test_no_experts(counts_LE: torch.Tensor | None) -> None:
 
 def test_nothing_routed() -> None:
     balance = expert_balance(torch.zeros((2, 3), dtype=torch.int64))
-    assert balance == ExpertBalance(None, 6, None, None)
+    assert balance == ExpertBalance(None, None, None, None)
+
+
+def test_a_layer_that_no_token_reached_tells_nothing() -> None:
+    reached = torch.tensor([[4, 0, 2, 2], [2, 2, 2, 2]])
+    counts_LE = torch.cat([reached, torch.zeros((1, 4), dtype=torch.int64)])
+    assert expert_balance(counts_LE) == expert_balance(reached)
 
 
 def test_one_expert_is_balanced() -> None:

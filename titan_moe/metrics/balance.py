@@ -12,7 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertBalance:
-    """One step's balance over all MoE layers; None where a model has none.
+    """One step's balance over all MoE layers that tokens reached; None where there is none.
+
+    (None reaches a layer of multi-token prediction in a step whose documents are all too short.)
 
     max_violation: the busiest expert's load over the mean load, minus 1; the worst layer's
         (MaxVio of arXiv 2408.15664). 0 is perfect balance.
@@ -38,10 +40,11 @@ def expert_balance(counts_LE: Tensor | None, biases_LE: Tensor | None = None) ->
         bias_range = float((biases_LE.amax(-1) - biases_LE.amin(-1)).max())
     if counts_LE is None or not counts_LE.numel():
         return ExpertBalance(bias_range=bias_range)
+    counts_LE = counts_LE[counts_LE.sum(-1) > 0]
+    if not len(counts_LE):
+        return ExpertBalance(bias_range=bias_range)
     dead_experts = int((counts_LE == 0).sum())
     routed_L1 = counts_LE.sum(-1, keepdim=True)
-    if not bool((routed_L1 > 0).all()):  # nothing was routed: there is no load to speak of
-        return ExpertBalance(dead_experts=dead_experts, bias_range=bias_range)
     num_experts = counts_LE.shape[-1]
     load_LE = counts_LE.double() * num_experts / routed_L1  # in units of the mean load
     entropy_L = torch.special.entr(load_LE / num_experts).sum(-1)
