@@ -35,6 +35,7 @@ UNITS = {
     "layers.3",
     "layers.3.moe.router",
     "layers.3.moe.experts",
+    "head.norm",
     "head",
 }
 
@@ -126,7 +127,7 @@ def test_stages_without_experts_embedding_or_head(pool: Pool) -> None:
     assert line.startswith("fsdp: 2 units and the root, ")
     assert line.endswith("replicas 1 × shards 1")
     [(modules, _)] = pool.run(1, sharded_by, range(1, 3), SHARDING, True)
-    assert modules == 8
+    assert modules == 9
 
 
 @pytest.mark.parametrize(
