@@ -96,7 +96,15 @@ CONTROLS = [
         "qwen3_moe",
         (("sharding.py", '        "layers.*.attention.k",\n', ""),),
         "layouts",
-        "under tp 2",
+        "no pattern names layers.*.attention.k,",
+        ("house", "meta", "flops", "logits"),
+    ),
+    Control(
+        "colwise_misspelt",
+        "qwen3_moe",
+        (("sharding.py", '"layers.*.attention.k"', '"layers.*.attention.kk"'),),
+        "layouts",
+        "colwise 'layers.*.attention.kk' matches no module of this model",
         ("house", "meta", "flops", "logits"),
     ),
     Control(

@@ -88,6 +88,17 @@ def test_train_refuses_a_folder_that_cannot_be_before_torchrun(folder: Path) -> 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
+def test_elsewhere_nothing_is_looked_for_on_this_disk(folder: Path) -> None:
+    there = ["validate", "tiny.toml", "--data.tokenizer=./none/tokenizer.json", "--world=2"]
+    there += ["--data.bos_token=<s>"]
+    done = titan_moe(folder, *there)
+    assert done.returncode == 2
+    assert "no such file" in done.stderr
+    done = titan_moe(folder, *there, "--elsewhere")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "layout: pp 1" in done.stdout
+
+
 def test_world(folder: Path) -> None:
     done = titan_moe(folder, "validate", "--world", "3", CONFIG_FILE="tiny.toml")
     assert done.returncode == 2

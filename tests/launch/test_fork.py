@@ -43,6 +43,9 @@ def test_a_fork_is_a_recipe_of_its_own(family: str, folder: Path) -> None:
         assert f"recipes.{family}" not in text
         assert f"class {old_class}" not in text
     assert type(config.model).__name__.startswith("Own")
+    # What it still is on the other side, and where it comes from, stays true.
+    copied, first = recipe.load_hf(), load_recipe(f"recipes.{family}").load_hf()
+    assert (copied.architecture, copied.weights) == (first.architecture, first.weights)
 
 
 def _debug(family: str) -> Path:

@@ -125,8 +125,8 @@ def test_the_step_before_is_the_last_update_of_the_bias() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"balance_loss_scope": "group"}, "balance_group_size absent: a group has a size"),
-        ({"balance_group_size": 2}, "a group has a size, and nothing else has"),
+        ({"balance_loss_scope": "group"}, "needs balance_group_size, the sequences of a group"),
+        ({"balance_group_size": 2}, 'balance_group_size = 2 is for balance_loss_scope = "group"'),
         (
             {"balance_loss_scope": "global", "balance_loss_weight": 0.0},
             "balance_loss_weight is 0: give a weight",

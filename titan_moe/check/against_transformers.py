@@ -53,11 +53,18 @@ def logits_equal(subject: Subject) -> str:
         largest = (got_BSV - wanted_BSV).abs().max().item()
         if not largest <= FP32_LOGITS:
             at = (got_BSV - wanted_BSV).abs().amax(dim=(0, 2)).gt(FP32_LOGITS).nonzero()[0].item()
+            hint = (
+                "from a row's first position on: weights, norms, router or experts"
+                if at == 0
+                else f"from position {at} of a row on: what comes before is right, so that it is "
+                "rotary positions, the mask or a window"
+            )
             raise WrongError(
-                f"logits differ by up to {largest:.1e} > {FP32_LOGITS:.0e}, first at position "
-                f"{at} of a row (0 alone is right: rotary positions or the mask)",
+                f"logits differ by up to {largest:.1e} > {FP32_LOGITS:.0e}, {hint}",
                 f"{subject.file('model.py')} against {_their_file(pair.theirs)}; and "
-                f"{subject.file('hf.py')} if a row of it swaps two weights of one shape",
+                f"{subject.file('hf.py')} if a row of it swaps two weights of one shape. If it is "
+                f"meant to be another model than theirs, take `hf=` out of "
+                f"{subject.file('__init__.py')}",
             )
         deviation = wanted_BSV.std().item()
         return f"largest difference {largest:.1e}, of logits that vary by {deviation:.1f}"

@@ -21,6 +21,10 @@ class UncheckedError(Exception):
     """A step that cannot be done with this recipe, or on this machine; says why."""
 
 
+class LaterError(Exception):
+    """A step of what titan-moe does not have yet; says of what."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One property of a recipe.
@@ -37,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one step: "ok", "FAILED" or "not checked"."""
+    """Of one step: "ok", "FAILED", "not checked" or "to come"."""
 
     step: str
     verdict: str
@@ -50,6 +54,8 @@ def outcome_of(step: Step, subject: Subject) -> Outcome:
         return Outcome(step.name, "ok", step.check(subject))
     except UncheckedError as why:
         return Outcome(step.name, "not checked", str(why))
+    except LaterError as why:
+        return Outcome(step.name, "to come", str(why))
     except WrongError as failed:
         return Outcome(step.name, "FAILED", f"{failed.what}\nlook at {failed.where}")
     except Exception as error:

@@ -8,7 +8,8 @@ from titan_moe.check.against_transformers import gradients_equal, logits_equal, 
 from titan_moe.check.counts import flops_agree
 from titan_moe.check.errors import gradient_errors
 from titan_moe.check.layouts import LAYOUTS, WORLDS, Trace, first_values, laid_out, one_step
-from titan_moe.check.report import Step, UncheckedError, WrongError, few, worst
+from titan_moe.check.patterns import suspicious_patterns
+from titan_moe.check.report import LaterError, Step, UncheckedError, WrongError, few, worst
 from titan_moe.check.sources import house_rules
 from titan_moe.check.subject import Subject
 from titan_moe.check.tolerances import (
@@ -113,7 +114,9 @@ def _step(subject: Subject, world: int, keys: dict[str, object]) -> Trace:
 
 
 def _where(subject: Subject) -> str:
-    return f"{subject.file('sharding.py')}: the patterns of what is named"
+    hints = suspicious_patterns(subject.recipe.load_sharding(), subject.build("meta"))
+    said = "; ".join(hints) or "the patterns of what is named"
+    return f"{subject.file('sharding.py')}: {said}"
 
 
 def _compare(subject: Subject, layout: str, trace: Trace, alone: Trace) -> float:
@@ -167,7 +170,7 @@ def bf16_policy(subject: Subject) -> str:
 
 def not_yet(subject: Subject) -> str:
     """Passes that there are none of."""
-    return "torch.compile and low precision are not yet part of titan-moe: nothing to check"
+    raise LaterError("torch.compile and low precision are not yet part of titan-moe")
 
 
 STEPS = (

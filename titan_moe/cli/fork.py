@@ -33,11 +33,10 @@ def main(arguments: Sequence[str]) -> int:
         )
     old, new = arguments
     config = fork(old, new)
-    family = new.rpartition(".")[2]
     print(
         f"{new} is a copy of {old}, of its own from now on: edit its files and {config}, then\n"
         f"  titan-moe check {new}\n"
-        f"  titan-moe train {config} --job.name={family}"
+        f"  titan-moe train {config}"
     )
     return 0
 
@@ -60,8 +59,10 @@ def fork(old: str, new: str) -> Path:
         raise ConfigError([f"command line: {new}: already there: {', '.join(there)}"])
     text = _renamed_config(old_config.read_text("utf-8"), new, old_config, config)
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in target.rglob("*.py"):
-        file.write_text(_renamed(file.read_text("utf-8"), old, new), encoding="utf-8")
+    codes = {file: file.read_text("utf-8") for file in target.rglob("*.py")}
+    classes = {name for code in codes.values() for name in re.findall(r"^class (\w+)", code, re.M)}
+    for file, code in codes.items():
+        file.write_text(_renamed(code, old, new, classes), encoding="utf-8")
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(text, encoding="utf-8")
     return _shown(config)
@@ -100,11 +101,15 @@ def _camel(name: str) -> str:
     return "".join(word.capitalize() for word in name.split("_"))
 
 
-def _renamed(text: str, old: str, new: str) -> str:
-    """Classes named after the family, and dotted names of its modules."""
+def _renamed(text: str, old: str, new: str, classes: set[str]) -> str:
+    """Dotted names of the family's modules, and its own classes that are named after it; what is
+    said of the family it comes from stays as true as it was."""
     text = re.sub(rf"\b{re.escape(old)}\b", new, text)
     old_class, new_class = (_camel(name.rpartition(".")[2]) for name in (old, new))
-    return re.sub(rf"\b{old_class}(?=[A-Z]|\b)", new_class, text)
+    for name in classes:
+        if name.startswith(old_class):
+            text = re.sub(rf"\b{name}\b", new_class + name.removeprefix(old_class), text)
+    return text
 
 
 def _renamed_config(text: str, new: str, old_file: Path, new_file: Path) -> str:

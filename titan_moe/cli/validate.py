@@ -12,10 +12,11 @@ from titan_moe.config.topology import layout_lines
 from titan_moe.config.words import counted
 
 HELP = """\
-usage: titan-moe validate [CONFIG] [--world N] [--section.key=value ...]
+usage: titan-moe validate [CONFIG] [--world N] [--elsewhere] [--section.key=value ...]
 
 Check a config, by default $CONFIG_FILE, else train_configs/debug.toml. Exit code 2 and a line for
-each fault if there are any. The files that it names must be here. With --world, it must also fit
+each fault if there are any. The files that it names must be here, unless the run is to start
+--elsewhere: then nothing is looked for on this machine's disk. With --world, it must also fit
 a run of N processes, and how these are laid out is printed.
 """
 
@@ -24,9 +25,10 @@ def main(arguments: Sequence[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(HELP, end="")
         return 0
-    rest, world = _take_world(arguments)
+    elsewhere = "--elsewhere" in arguments
+    rest, world = _take_world([word for word in arguments if word != "--elsewhere"])
     path, overrides = config_and_overrides(rest, os.environ)
-    config = load_config(path, overrides, world, on_disk=True)
+    config = load_config(path, overrides, world, on_disk=not elsewhere)
     if world is None:
         print(f"{path}: valid")
         return 0

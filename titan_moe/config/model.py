@@ -132,11 +132,14 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _scope_is_heeded(self) -> Self:
         scope, size = self.balance_loss_scope, self.balance_group_size
-        if (scope == "group") != (size is not None):
+        if scope == "group" and size is None:
             raise ValueError(
-                f'balance_loss_scope = "{scope}" with balance_group_size '
-                f"{'absent' if size is None else f'= {size}'}: a group has a size, and nothing "
-                "else has"
+                'balance_loss_scope = "group" needs balance_group_size, the sequences of a group'
+            )
+        if scope != "group" and size is not None:
+            raise ValueError(
+                f'balance_group_size = {size} is for balance_loss_scope = "group", but that is '
+                f'"{scope}": leave it out, or give the scope'
             )
         weight = self.balance_loss_weight
         if scope != "sequence" and not (any(weight) if isinstance(weight, list) else weight):
