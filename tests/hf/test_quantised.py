@@ -73,7 +73,7 @@ def test_mxfp4_as_transformers_has_it(tmp_path: Path) -> None:
     ("tensors", "config", "message"),
     [
         ({"w": "fp8"}, {"quant_method": "fp8"}, "w is FP8, but there is no w_scale_inv"),
-        ({"w": "fp8", "w_scale_inv": "f32"}, {"quant_method": "fp8"}, "make it \\[1, 1\\]"),
+        ({"w": "fp8", "w_scale_inv": "f32"}, {"quant_method": "fp8"}, "make it floats \\[1, 1\\]"),
         ({}, {"quant_method": "gptq"}, "quant_method = 'gptq': only fp8 and mxfp4"),
     ],
 )
@@ -83,4 +83,4 @@ def test_what_cannot_be_dequantised(
     kinds = {"fp8": torch.float8_e4m3fn, "f32": torch.float32}
     made = {name: torch.ones(4, 4).to(kinds[kind]) for name, kind in tensors.items()}
     with pytest.raises(ValueError, match=message):
-        folder_of(tmp_path, made, config)
+        folder_of(tmp_path, made, config).check_readable(made)

@@ -236,6 +236,8 @@ def test_rows_of_every_kind_are_told_apart() -> None:
     table = HuggingFace("A", "a", rows, {})
     _, _, cfg = model_of(DEBUG[0], num_layers=2)
     names = spelled_out(table, cfg, {"a.0": (1,), "a.1": (1,), "b": (1,)}, "HF")
-    names.check({"x.0": (1,), "x.1": (1,), "x.2": (5,), "x.11": (5,)}, "here")
+    names.check({"x.0": (1,), "x.1": (1,), "x.2": (5,), "x.11": (5,)}, "here", layers=12)
+    with pytest.raises(ValueError, match=r"in no row of HF: x\.11"):
+        names.check({"x.0": (1,), "x.1": (1,), "x.2": (5,), "x.11": (5,)}, "here", layers=11)
     with pytest.raises(ValueError, match="here: in the folder, but in no row of HF: y"):
-        names.check({"x.0": (1,), "x.1": (1,), "y": (1,)}, "here")
+        names.check({"x.0": (1,), "x.1": (1,), "y": (1,)}, "here", layers=2)

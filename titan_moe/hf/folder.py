@@ -4,7 +4,7 @@ Quantised tensors count as one, of the shape and orientation that they have once
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8,
 }
+FLOATS = {"F64", "F32", "F16", "BF16"}
 FP8_SCALE, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
 
 Range = tuple[int, int]  # first, and one past the last
@@ -34,12 +35,16 @@ ReadRaw = Callable[["Raw", list[Range]], Tensor]
 
 @dataclass(frozen=True)
 class Raw:
-    """One entry of one file."""
+    """One entry of one file. kind: its type, as safetensors has it."""
 
     name: str
     file: str
     shape: Shape
-    dtype: torch.dtype
+    kind: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.kind]
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,13 @@ class Stored:
     """One tensor, whose numbers are in `data`, times `scales` if it is quantised.
 
     block: rows and columns of an FP8 tensor that share a scale; None with scales: MXFP4.
+    unreadable: why its numbers cannot be had, which matters only to who wants them; "" if they can.
     """
 
     data: Raw
     scales: Raw | None = None
     block: tuple[int, int] | None = None
+    unreadable: str = ""
 
     @property
     def shape(self) -> Shape:
@@ -85,31 +92,49 @@ class Folder:
     def shapes(self) -> dict[str, Shape]:
         return {name: stored.shape for name, stored in self.tensors.items()}
 
+    def check_readable(self, names: Iterable[str]) -> None:
+        """Raises ValueError: the numbers of one of these tensors cannot be had."""
+        wrong = [self.tensors[name].unreadable for name in names if name in self.tensors]
+        if wrong := [reason for reason in wrong if reason]:
+            raise ValueError(f"{self.path}: {listed(wrong)}")
+
 
 def open_folder(path: str | Path) -> Folder:
     """Read config, index and every file's header.
 
     Raises:
-        ValueError: no such folder, not a Hugging Face one, a file that is missing, cut short or no
-            safetensors, a tensor that the index puts where it is not, or one quantised in a way
-            that is not known here.
+        ValueError: no such folder, not a Hugging Face one, a key of config.json or the index that
+            cannot be, a file that is missing, cut short or no safetensors, or a tensor that is not
+            in the one file that the index names for it.
     """
     path = Path(path)
     config = read_json(path / CONFIG, path)
-    quantisation = config.get("quantization_config") or {}
+    block = _block(config.get("quantization_config"), path / CONFIG)
+    return Folder(path, _put_together(_entries(path), block), config)
+
+
+def _block(quantisation: Any, where: Path) -> tuple[int, int]:
+    """Rows and columns that share a scale in FP8."""
+    if quantisation is None:
+        return BLOCK
+    if not isinstance(quantisation, dict):
+        raise ValueError(f"{where}: quantization_config = {quantisation!r}: not a JSON object")
     method = quantisation.get("quant_method")
     if method not in (None, "fp8", "mxfp4"):
         raise ValueError(
-            f"{path / CONFIG}: quantization_config.quant_method = {method!r}: only fp8 and mxfp4 "
-            "are read; dequantise the weights first"
+            f"{where}: quantization_config.quant_method = {method!r}: only fp8 and mxfp4 are read; "
+            "dequantise the weights first"
         )
-    raw: dict[str, Raw] = {}
-    for file in _files(path):
-        raw |= _header(path, file)
-    block = tuple(quantisation.get("weight_block_size") or BLOCK)
-    if len(block) != 2:
-        raise ValueError(f"{path / CONFIG}: weight_block_size = {list(block)}: not two numbers")
-    return Folder(path, _put_together(raw, block, path), config)
+    match quantisation.get("weight_block_size"):
+        case None:
+            return BLOCK
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case other:
+            raise ValueError(
+                f"{where}: quantization_config.weight_block_size = {other!r}: expected two "
+                "integers > 0"
+            )
 
 
 def read_json(file: Path, folder: Path) -> dict[str, Any]:
@@ -127,62 +152,81 @@ def read_json(file: Path, folder: Path) -> dict[str, Any]:
     return content
 
 
-def _files(path: Path) -> list[str]:
-    """Names of the files with weights, each of which is there."""
+def _entries(path: Path) -> dict[str, Raw]:
+    """All tensors of the folder, each in the file that the index names for it and in no other."""
     if not (path / INDEX).is_file():
         if not (path / SINGLE).is_file():
             raise ValueError(f"{path}: neither {INDEX} nor {SINGLE} in it")
-        return [SINGLE]
+        return _header(path, SINGLE)
     index = read_json(path / INDEX, path).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ValueError(f"{path / INDEX}: damaged: no weight_map")
+    for name, file in index.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(
+                f"{path / INDEX}: weight_map.{name} = {file!r}: not the name of a file beside it"
+            )
     files = sorted(set(index.values()))
     if missing := [file for file in files if not (path / file).is_file()]:
         raise ValueError(f"{path}: {INDEX} names files that are not there: {listed(missing)}")
-    headers = {file: _header(path, file) for file in files}
-    misplaced = [name for name, file in index.items() if name not in headers[file]]
-    if misplaced:
-        where = f"{index[misplaced[0]]} has no such tensor"
-        raise ValueError(f"{path / INDEX}: {listed(misplaced)}: {where}")
-    return files
+    entries: dict[str, Raw] = {}
+    for file in files:
+        for name, raw in _header(path, file).items():
+            if name in entries:
+                raise ValueError(f"{path}: {name}: in two files, {entries[name].file} and {file}")
+            if name not in index:
+                raise ValueError(f"{path}: {name}: in {file}, but not in weight_map of {INDEX}")
+            entries[name] = raw
+    if wrong := [
+        name for name in index if name not in entries or entries[name].file != index[name]
+    ]:
+        where = f"{index[wrong[0]]} has no such tensor"
+        raise ValueError(f"{path / INDEX}: {listed(wrong)}: {where}")
+    return entries
 
 
 def _header(path: Path, file: str) -> dict[str, Raw]:
     try:
         with safe_open(path / file, framework="pt") as tensors:
-            found = {}
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                entry = tensors.get_slice(name)
-                dtype = DTYPES.get(entry.get_dtype())
-                if dtype is None:
-                    raise ValueError(f"{path / file}: {name} is of type {entry.get_dtype()}")
-                found[name] = Raw(name, file, tuple(entry.get_shape()), dtype)
-            return found
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {
+                name: Raw(name, file, tuple(entry.get_shape()), entry.get_dtype())
+                for name, entry in slices.items()
+            }
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path / file}: cut short, or no safetensors file: {error}") from None
 
 
-def _put_together(raw: dict[str, Raw], block: tuple[int, ...], path: Path) -> dict[str, Stored]:
+def _put_together(raw: dict[str, Raw], block: tuple[int, int]) -> dict[str, Stored]:
     """Quantised tensors and their scales become one."""
     tensors: dict[str, Stored] = {}
     for name, entry in raw.items():
         base = name.removesuffix(MXFP4_BLOCKS)
-        if base + MXFP4_BLOCKS == name and (scales := raw.get(base + MXFP4_SCALES)):
-            if scales.shape != entry.shape[:-1]:
-                raise ValueError(f"{path}: {scales.name} does not fit {name}'s blocks")
-            tensors[base] = Stored(entry, scales)
-        elif entry.dtype == torch.float8_e4m3fn:
-            fp8_scales = raw.get(name + FP8_SCALE)
-            if fp8_scales is None:
-                raise ValueError(f"{path}: {name} is FP8, but there is no {name}{FP8_SCALE}")
-            grid = tuple(-(-size // n) for size, n in zip(entry.shape, block, strict=True))
-            if fp8_scales.shape != grid:
-                raise ValueError(
-                    f"{path}: {fp8_scales.name} is {list(fp8_scales.shape)}; blocks of "
-                    f"{' × '.join(map(str, block))} make it {list(grid)}"
-                )
-            tensors[name] = Stored(entry, fp8_scales, (block[0], block[1]))
+        scales = raw.get(base + MXFP4_SCALES)
+        if base != name and scales is not None and len(entry.shape) >= len("RGN"):
+            fits = scales.shape == entry.shape[:-1] and {scales.kind, entry.kind} == {"U8"}
+            wrong = "" if fits else f"{scales.name} does not fit {name}'s blocks"
+            tensors[base] = Stored(entry, scales, unreadable=wrong)
+        elif entry.kind == "F8_E4M3":
+            tensors[name] = _fp8(entry, raw.get(name + FP8_SCALE), block)
         else:
-            tensors[name] = Stored(entry)
+            wrong = f"{name}: its numbers are {entry.kind}, and nothing says how they are quantised"
+            tensors[name] = Stored(entry, unreadable="" if entry.kind in FLOATS else wrong)
     used = {stored.scales.name for stored in tensors.values() if stored.scales}
     return {name: stored for name, stored in tensors.items() if name not in used}
+
+
+def _fp8(entry: Raw, scales: Raw | None, block: tuple[int, int]) -> Stored:
+    wrong = ""
+    if scales is None:
+        wrong = f"{entry.name} is FP8, but there is no {entry.name}{FP8_SCALE}"
+    elif len(entry.shape) != len(block):
+        wrong = f"{entry.name} is FP8 and {list(entry.shape)}: only matrices are in blocks"
+    else:
+        grid = tuple(-(-size // n) for size, n in zip(entry.shape, block, strict=True))
+        if scales.shape != grid or scales.kind not in {*FLOATS, "F8_E8M0"}:
+            wrong = (
+                f"{scales.name} is {scales.kind} {list(scales.shape)}; blocks of "
+                f"{' × '.join(map(str, block))} make it floats {list(grid)}"
+            )
+    return Stored(entry, scales, block, wrong)

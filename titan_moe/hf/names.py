@@ -78,8 +78,10 @@ class Names:
     float32: set[str] = field(default_factory=set)
     left_out: list[tuple[LeftOut, re.Pattern[str]]] = field(default_factory=list)
 
-    def check(self, stored: Shapes, where: str) -> None:
+    def check(self, stored: Shapes, where: str, layers: int) -> None:
         """Hold a folder's tensors to the table, and log what of them is left out.
+
+        layers: that the folder's config.json states, those of multi-token prediction included.
 
         Raises:
             ValueError: a tensor that no row covers, one that a row names and the folder lacks, a
@@ -87,7 +89,7 @@ class Names:
         """
         missing = [name for name in self.theirs if name not in stored]
         extra = [name for name in stored if name not in self.theirs and name not in self.copies]
-        uncovered = [name for name in extra if self._why_left_out(name) is None]
+        uncovered = [name for name in extra if self._why_left_out(name, layers) is None]
         wanted = self.theirs | {copy: self.ours[ours] for copy, ours in self.copies.items()}
         unlike = [
             f"{name} is {list(stored[name])} there, {list(shape)} by the model's sizes"
@@ -105,13 +107,18 @@ class Names:
         ]
         if complaints:
             raise ValueError(f"{where}: {'; '.join(complaints)}")
-        reasons = Counter(self._why_left_out(name) for name in extra)
+        reasons = Counter(self._why_left_out(name, layers) for name in extra)
         for row, count in reasons.items():
             assert row is not None
             logger.info("left out: %s, %s: %s", counted(count, "tensor"), row.theirs, row.why)
 
-    def _why_left_out(self, name: str) -> LeftOut | None:
-        return next((row for row, pattern in self.left_out if pattern.fullmatch(name)), None)
+    def _why_left_out(self, name: str, layers: int) -> LeftOut | None:
+        for row, pattern in self.left_out:
+            if match := pattern.fullmatch(name):
+                beyond = match.groupdict().get("beyond")
+                if beyond is None or int(beyond) < layers:
+                    return row
+        return None
 
 
 def names_of(recipe: Recipe, cfg: ModelConfig) -> Names:
@@ -213,7 +220,7 @@ class _Numbers:
         kinds = {
             "{layer}": f"(?P<layer>{own})",
             "{mtp}": f"(?P<mtp>{ahead})" if ahead else "(?!)",
-            "{beyond}": rf"(?!(?:{own})\b)\d+",
+            "{beyond}": rf"(?P<beyond>(?!(?:{own})\b)\d+)",
             "{expert}": r"\d+",
             "*": ".*",
         }

@@ -65,7 +65,7 @@ class HuggingFaceReader(StorageReader):
             by_file.setdefault(self._stored(item).data.file, []).append(item)
         for _, items in sorted(by_file.items()):
             with ExitStack() as stack:
-                files = _Files(self._folder.path, stack)
+                files = Files(self._folder.path, stack)
                 for item in items:
                     piece = self._piece(item, files)
                     target = planner.resolve_tensor(item).detach()
@@ -80,7 +80,7 @@ class HuggingFaceReader(StorageReader):
         part, _ = self._places[item.storage_index]
         return self._folder.tensors[part.theirs]
 
-    def _piece(self, item: ReadItem, files: "_Files") -> Tensor:
+    def _piece(self, item: ReadItem, files: "Files") -> Tensor:
         """In our orientation."""
         part, offsets = self._places[item.storage_index]
         begins = [at + more for at, more in zip(offsets, item.storage_offsets, strict=True)]
@@ -127,7 +127,7 @@ def _chunks(part: Part, ours: Shape) -> list[tuple[Shape, Shape]]:
     return [((index, *(0 for _ in rest)), (1, *rest)) for index in indices]
 
 
-class _Files:
+class Files:
     """Files that are open until `stack` closes."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
