@@ -22,4 +22,5 @@ def test_a_family_passes(
     said = capsys.readouterr().out
     assert code == 0, said
     verdicts = [line.split()[:2] for line in said.splitlines() if line.startswith("  ")]
-    assert verdicts == [["ok", step.name] for step in STEPS]
+    assert verdicts[:-1] == [["ok", step.name] for step in STEPS[:-1]]
+    assert verdicts[-1:] == [["to", "come"]], "the passes, of which there are none yet"

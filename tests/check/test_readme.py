@@ -81,6 +81,6 @@ def test_the_page_works_from_top_to_bottom(tree: Path) -> None:
             assert code == right, said
             if " check " in command:
                 assert str(tree) not in said.splitlines()[0]
-                assert said.count("\n  ok ") == (10 if right == 0 else 7), said
+                assert said.count("\n  ok ") == (9 if right == 0 else 6), said
     assert f"in **{touched} lines**" in text
     assert [code for command, code in codes if command == "recipes.my_moe"] == [0, WITHOUT_TABLE]
