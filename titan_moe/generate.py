@@ -5,6 +5,7 @@ There is no cache of keys and values: each token is a forward over all before it
 S tokens so far, V vocabulary.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,17 @@ from titan_moe.checkpoint import folder as disk
 from titan_moe.checkpoint.checkpointer import Checkpointer
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe_config import model_config_of
-from titan_moe.config.sections import Checkpoint, Data
-from titan_moe.data.tokenizer import JsonTokenizer, Tokenizer, check_vocabulary, tokenizer_of
+from titan_moe.config.sections import Checkpoint
+from titan_moe.data.tokenizer import JsonTokenizer, Tokenizer, check_vocabulary
 from titan_moe.hf.config_json import model_config
 from titan_moe.hf.folder import CONFIG, open_folder, read_json
 from titan_moe.hf.load import load_weights
+from titan_moe.hf.tokenizer_files import saved_tokenizer
 from titan_moe.parallel.initialise import initialise, materialise
 from titan_moe.parallel.whole import keywords_of
 from titan_moe.recipe import load_recipe
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoint"  # in a run folder, unless [checkpoint] folder says otherwise
 
@@ -39,26 +43,32 @@ class Speaker:
     starts_with_bos: bool
 
 
-def open_checkpoint(path: Path) -> Speaker:
+def open_checkpoint(path: Path, moved_to: str | None = None) -> Speaker:
     """From a step-N folder of ours, or the newest complete one of a run folder, in any layout.
+
+    moved_to: where its tokenizer.json is now, if not where it was.
 
     Raises:
         ValueError: neither of these, a checkpoint that is damaged or of another model than its own
-            config says, or a tokenizer.json that is not where it was.
+            config says, or a tokenizer.json that is not there or not the run's.
     """
     step = _step_in(path)
-    saved = disk.read_train_state(step)["config"]
-    cfg = model_config_of(saved["model"]["recipe"]).model_validate(saved["model"])
-    data = Data.model_validate(saved["data"])
+    state = disk.read_train_state(step)
+    keys = state["config"]["model"]
+    cfg = model_config_of(keys["recipe"]).model_validate(keys)
+    data, tokenizer = saved_tokenizer(state, step, moved_to)
     model = _built(cfg)
     Checkpointer(
         step.parent, Checkpoint(), [model], torch.optim.AdamW(model.parameters())
     ).load_weights(step)
-    return _speaker(model, cfg, tokenizer_of(data), data.add_bos)
+    return _speaker(model, cfg, tokenizer, data.add_bos)
 
 
 def open_hf_folder(path: Path, recipe: str) -> Speaker:
     """From a Hugging Face folder, whose tensors recipe `recipe` knows by name.
+
+    Layers of multi-token prediction, which the next token does not need, are not read, be they
+    there or not.
 
     Raises:
         ValueError: not such a folder, not of this recipe, or without tokenizer.json.
@@ -70,6 +80,9 @@ def open_hf_folder(path: Path, recipe: str) -> Speaker:
     parts = load_recipe(recipe)
     content = open_folder(path)
     cfg = model_config(parts, recipe, content.config, str(path / CONFIG))
+    if cfg.mtp_depth():
+        logger.info("%s: read without its layers of multi-token prediction", path)
+        cfg = cfg.model_copy(update={"num_mtp_layers": 0})
     model = _built(cfg)
     load_weights([model], path, parts, cfg)
     tokens = _special_tokens(path)

@@ -19,9 +19,8 @@ from titan_moe.config.layout import Layout
 from titan_moe.config.topology import layout_lines
 from titan_moe.data import ValidationData, build_train_loader, build_validation, merge_states
 from titan_moe.flops import model_flops_per_token
-from titan_moe.hf.export import export
+from titan_moe.hf.export import check_exportable, export, exported_already
 from titan_moe.hf.load import load_weights
-from titan_moe.hf.names import names_of
 from titan_moe.mesh import Meshes
 from titan_moe.metrics.logger import MetricsLogger
 from titan_moe.metrics.logs import setup_logging
@@ -52,7 +51,7 @@ class Trainer:
             self.validation = build_validation(config, meshes.dp_rank, meshes.dp_degree)
         recipe = load_recipe(config.model.recipe)
         if config.checkpoint.last_save_in_hf:  # before the run, that its end may not fail of it
-            names_of(recipe, config.model)
+            check_exportable(recipe, config.model)
         self.engine = parallelize(config, recipe, meshes, world.device)
         self.optimizer = build_optimizer(self.engine.parts, config.optimizer)
         self.checkpointer = Checkpointer(
@@ -243,15 +242,12 @@ class Trainer:
         self.checkpointer.finish()
         section = self.config.checkpoint
         target = step_folder(self.folder.path / section.hf_folder, self.step)
-        if on_first_rank(target.exists):
+        saved, dtype = step_folder(self.checkpointer.folder, self.step), section.export_dtype
+        group = self.checkpointer.group
+        if on_first_rank(lambda: exported_already(saved, target, dtype), group):
             logger.info("exported already: %s", target)
             return
-        export(
-            step_folder(self.checkpointer.folder, self.step),
-            target,
-            dtype=section.export_dtype,
-            group=self.checkpointer.group,
-        )
+        export(saved, target, dtype=dtype, group=group)
 
 
 def train(config: RunConfig, world: World, stop: StopSignal) -> None:

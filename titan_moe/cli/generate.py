@@ -8,7 +8,7 @@ from titan_moe.config.keys import number_in
 
 HELP = """\
 usage: titan-moe generate CHECKPOINT --prompt TEXT [--tokens N] [--temperature T] [--seed S]
-                          [--recipe RECIPE]
+                          [--tokenizer PATH] [--recipe RECIPE]
 
 Print TEXT and what the model goes on with. CHECKPOINT is a step-N folder saved under any layout, a
 run's folder (its newest complete checkpoint), or, with --recipe, a Hugging Face folder. It is for
@@ -19,9 +19,17 @@ run was started from: the recipe, and a tokenizer.json, are found from there.
   --tokens        at most; default 64
   --temperature   0, the default, takes the likeliest token; above, tokens are drawn
   --seed          of the draw; default 0
+  --tokenizer     where the run's tokenizer.json is now, if not where it was: the very same file
   --recipe        whose hf.py reads a Hugging Face folder, as in recipes.qwen3_moe
 """
-DEFAULTS = {"--prompt": "", "--tokens": "64", "--temperature": "0", "--seed": "0", "--recipe": ""}
+DEFAULTS = {
+    "--prompt": "",
+    "--tokens": "64",
+    "--temperature": "0",
+    "--seed": "0",
+    "--tokenizer": "",
+    "--recipe": "",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,8 +44,11 @@ def main(arguments: Sequence[str]) -> int:
     from titan_moe.generate import generate, open_checkpoint, open_hf_folder
 
     recipe, prompt = options["--recipe"], options["--prompt"]
+    moved_to = options["--tokenizer"] or None
+    if recipe and moved_to:
+        raise ConfigError(["command line: --tokenizer: a Hugging Face folder has its own"])
     try:
-        speaker = open_hf_folder(path, recipe) if recipe else open_checkpoint(path)
+        speaker = open_hf_folder(path, recipe) if recipe else open_checkpoint(path, moved_to)
         made = generate(speaker, prompt, tokens=tokens, temperature=temperature, seed=seed)
         ids = list(made)
     except ValueError as error:

@@ -4,29 +4,33 @@ File after file: what is in memory at a time is one file to be written, and one 
 the checkpoint was saved in.
 """
 
+import hashlib
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from titan_moe.checkpoint.folder import read_train_state, sync_directory
+from titan_moe.checkpoint.folder import MARKER, TRAIN_STATE, read_train_state
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe_config import model_config_of
 from titan_moe.config.sections import Data
 from titan_moe.config.words import counted
-from titan_moe.data.tokenizer import Tokenizer, tokenizer_of
+from titan_moe.data.tokenizer import Tokenizer
 from titan_moe.hf.config_json import config_json
+from titan_moe.hf.draft import Draft
 from titan_moe.hf.folder import CONFIG, INDEX
 from titan_moe.hf.names import Names, Part, Shape, names_of
-from titan_moe.hf.tokenizer_files import write_tokenizer
+from titan_moe.hf.tokenizer_files import saved_tokenizer, write_tokenizer
 from titan_moe.hf.values import CheckpointValues, ModelValues, Values
 from titan_moe.recipe import Recipe, load_recipe
 from titan_moe.world import gather, on_first_rank
@@ -35,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 Dtype = Literal["bfloat16", "float32"]
 DEFAULT_SHARD_BYTES = 5_000_000_000
-PARTIAL = ".partial"
+MARK = "titan_moe_checkpoint"  # in the index: what it is the export of
+
+T = TypeVar("T")
 
 
 def export(
@@ -44,6 +50,8 @@ def export(
     *,
     dtype: Dtype = "bfloat16",
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    without_mtp: bool = False,
+    tokenizer: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write `checkpoint`, a step-N folder, to `target`. Collective, the ranks sharing the files;
@@ -51,21 +59,83 @@ def export(
 
     dtype: of all tensors but those that the recipe's table keeps in fp32.
     shard_bytes: of a file, at most, unless a single tensor is larger.
+    without_mtp: leave out the layers of multi-token prediction, and say so in config.json.
+    tokenizer: where the run's tokenizer.json is now, if not where it was.
     group: of all ranks, where they wait for each other's files; the world's by default.
 
     Raises:
         ValueError: no complete checkpoint; one whose tensors are not the model's; a tensor that
-            the table does not cover; values that would be lost; a target that is not empty.
+            the table does not cover; values that would be lost; a tokenizer.json that is not the
+            run's; a target that is not empty, or that another process writes; a disk that is full.
+            Told on every rank, and nothing of the target is left.
     """
     checkpoint = Path(checkpoint)
     state = on_first_rank(lambda: read_train_state(checkpoint), group)
-    keys = state["config"]
-    name = keys["model"]["recipe"]
-    cfg = model_config_of(name).model_validate(keys["model"])
-    values = CheckpointValues(checkpoint)
-    out = _Output(Path(target), dtype, shard_bytes, Data(**keys["data"]), group)
-    _write(values, load_recipe(name), cfg, out)
+    keys = state["config"]["model"]
+    cfg = model_config_of(keys["recipe"]).model_validate(keys)
+    values = _together(lambda: CheckpointValues(checkpoint), group)
+    mark = on_first_rank(lambda: mark_of(checkpoint, dtype), group)
+    out = _Output(
+        Path(target),
+        dtype,
+        shard_bytes,
+        without_mtp,
+        tokens=lambda: saved_tokenizer(state, checkpoint, tokenizer),
+        mark={MARK: mark},
+        group=group,
+    )
+    _write(values, load_recipe(keys["recipe"]), cfg, out)
     logger.info("exported %s to %s", checkpoint, target)
+
+
+def check_exportable(recipe: Recipe, cfg: ModelConfig) -> None:
+    """What can be known before a run of whether its end can be exported.
+
+    Raises:
+        ValueError: see `names_of`; or the run moves a bias that their side has no place for.
+    """
+    for name, must_be_zero in names_of(recipe, cfg).only_ours.items():
+        moved = re.fullmatch(r"layers\.(\d+)\.moe\.router\.selection_bias", name)
+        if moved and must_be_zero and cfg.balance(int(moved[1])).bias_update_rate > 0:
+            raise ValueError(
+                f"checkpoint.last_save_in_hf: model.bias_update_rate = {cfg.bias_update_rate} "
+                f"moves {name}, for which {recipe.load_hf().architecture} has no place, so that "
+                "the run's end could not be exported: set model.bias_update_rate = 0 (balance by "
+                "model.balance_loss_weight) or leave last_save_in_hf out"
+            )
+
+
+def mark_of(checkpoint: Path, dtype: Dtype) -> str:
+    """Tells exports of one checkpoint from those of another of the same step, as a run leaves that
+    has gone back, and from those of another type. Raises OSError."""
+    saved = (checkpoint / TRAIN_STATE).read_bytes()
+    when = (checkpoint / MARKER).stat().st_mtime_ns
+    return f"{hashlib.sha256(saved).hexdigest()[:32]}-{when}-{dtype}"
+
+
+def exported_already(checkpoint: Path, target: Path, dtype: Dtype) -> bool:
+    """Whether `target` is the whole export of `checkpoint`. Anything else that is there, but for an
+    empty folder, gets a name ending in ".abandoned", and nothing of it is deleted.
+
+    Raises OSError.
+    """
+    try:
+        index = json.loads((target / INDEX).read_text(encoding="utf-8"))
+        marked = index["metadata"].get(MARK) == mark_of(checkpoint, dtype)
+        files = {CONFIG, *index["weight_map"].values()}
+        if marked and all((target / file).is_file() for file in files):
+            return True
+    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, AttributeError):
+        pass  # no index, or none of ours: no export
+    if target.is_dir() and not any(target.iterdir()):
+        return False
+    if target.exists():
+        aside, number = target.with_name(f"{target.name}.abandoned"), 2
+        while aside.exists():
+            aside, number = target.with_name(f"{target.name}.abandoned-{number}"), number + 1
+        target.rename(aside)
+        logger.warning("%s is no export of %s: renamed to %s", target, checkpoint, aside.name)
+    return False
 
 
 def export_model(
@@ -88,7 +158,9 @@ class _Output:
     target: Path
     dtype: Dtype
     shard_bytes: int
-    data: Data | None = None
+    without_mtp: bool = False
+    tokens: Callable[[], tuple[Data, Tokenizer]] | None = None
+    mark: dict[str, str] = field(default_factory=dict)
     group: dist.ProcessGroup | None = None
 
 
@@ -125,42 +197,44 @@ def _write(
     cfg: ModelConfig,
     out: _Output,
 ) -> None:
-    names, target, data = names_of(recipe, cfg), out.target, out.data
-    draft = target.with_name(f".{target.name}{PARTIAL}")
-    tokenizer = tokenizer_of(data) if data else None
+    draft, stored = Draft(out.target), names_of(recipe, cfg)
+    names = stored
+    if out.without_mtp and cfg.mtp_depth():
+        logger.info("left out: %s of multi-token prediction", counted(cfg.mtp_depth(), "layer"))
+        cfg = cfg.model_copy(update={"num_mtp_layers": 0})
+        names = names_of(recipe, cfg)
+    files = plan_files(names, out.dtype, out.shard_bytes)
 
     def prepare() -> None:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ValueError(f"{target}: there is something already; name a new or empty folder")
-        values.check(names)
+        draft.check()
+        values.check(stored)
         _refuse_loss(values, names, recipe)
-        shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
-        draft.mkdir(parents=True)
-
-    on_first_rank(prepare, out.group)
-    files = plan_files(names, out.dtype, out.shard_bytes)
-    _raise_together(lambda: _write_share(values, names, files, draft), out.group)
+        if out.tokens:
+            out.tokens()
+        draft.open()
 
     def finish() -> None:
-        _write_json(draft / INDEX, _index(files))
-        _write_json(draft / CONFIG, _config(recipe, cfg, out.dtype, tokenizer))
+        data, tokenizer = out.tokens() if out.tokens else (None, None)
+        _write_json(draft.path / INDEX, _index(files, out.mark))
+        _write_json(draft.path / CONFIG, _config(recipe, cfg, out.dtype, tokenizer))
         if data and tokenizer:
-            write_tokenizer(data, tokenizer, draft, max_length=cfg.max_seq_len)
+            write_tokenizer(data, tokenizer, draft.path, max_length=cfg.max_seq_len)
             ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             known = {key: token for key, token in ids.items() if token is not None}
-            _write_json(draft / "generation_config.json", known)
+            _write_json(draft.path / "generation_config.json", known)
         for name in files:  # safetensors lets nobody else read them
-            shutil.copymode(draft / INDEX, draft / name)
-        if target.exists():
-            target.rmdir()
-        sync_directory(draft)
-        draft.rename(target)
-        sync_directory(target.parent)
+            shutil.copymode(draft.path / INDEX, draft.path / name)
+        draft.commit()
 
-    on_first_rank(finish, out.group)
+    try:
+        on_first_rank(prepare, out.group)
+        _together(lambda: _write_share(values, names, files, draft.path), out.group)
+        on_first_rank(finish, out.group)
+    finally:
+        draft.discard()
     total = sum(file.bytes for file in files.values())
     size = f"{total / 1e9:.3g} GB in {counted(len(files), 'file')}"
-    logger.info("%s: %s, %s", target, counted(len(names.theirs), "tensor"), size)
+    logger.info("%s: %s, %s", out.target, counted(len(names.theirs), "tensor"), size)
 
 
 def _write_share(values: Values, names: Names, files: dict[str, File], folder: Path) -> None:
@@ -177,19 +251,24 @@ def _write_share(values: Values, names: Names, files: dict[str, File], folder: P
             for tensor, (shape, dtype) in files[name].tensors.items()
         }
         values.fill([(part, buffers[tensor]) for tensor in buffers for part in sources[tensor]])
-        save_file(buffers, folder / name, metadata={"format": "pt"})
+        try:
+            save_file(buffers, folder / name, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{folder / name} cannot be written: {error}") from error
 
 
-def _raise_together(act: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Collective. Raises ValueError on every rank: what went wrong on any."""
-    wrong = None
+def _together(act: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Collective. Raises ValueError on every rank: what went wrong on any, whatever it was."""
+    results, wrong = [], None
     try:
-        act()
-    except (ValueError, OSError, RuntimeError) as error:
-        wrong = str(error)
+        results.append(act())
+    except Exception as error:
+        wrong = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+        logger.debug("failed", exc_info=True)
     told = [text for text in gather(wrong, group) if text is not None]
     if told:
         raise ValueError("; ".join(sorted(set(told))))
+    return results[0]
 
 
 def _refuse_loss(values: Values, names: Names, recipe: Recipe) -> None:
@@ -204,10 +283,10 @@ def _refuse_loss(values: Values, names: Names, recipe: Recipe) -> None:
             )
 
 
-def _index(files: dict[str, File]) -> dict[str, Any]:
+def _index(files: dict[str, File], mark: dict[str, str]) -> dict[str, Any]:
     where = {tensor: name for name, file in files.items() for tensor in file.tensors}
     total = sum(file.bytes for file in files.values())
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    return {"metadata": {"total_size": total, **mark}, "weight_map": dict(sorted(where.items()))}
 
 
 def _config(

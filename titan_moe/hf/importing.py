@@ -18,6 +18,7 @@ from titan_moe.checkpoint import folder as disk
 from titan_moe.checkpoint.state import model_tensors
 from titan_moe.config import ConfigError, RunConfig, load_config
 from titan_moe.config.layout import Layout
+from titan_moe.hf.draft import refuse_taken
 from titan_moe.hf.load import load_weights
 from titan_moe.mesh import Meshes
 from titan_moe.metrics.logs import setup_logging
@@ -40,7 +41,7 @@ def import_folder(source: str, target: str | Path, config: RunConfig, world: Wor
         ValueError: see `load_weights`; or a target that is not empty.
     """
     target = Path(target)
-    on_first_rank(lambda: _refuse_taken(target))
+    on_first_rank(lambda: refuse_taken(target))
     meshes = Meshes.build(Layout.of(config.parallelism, world.size), world.device.type)
     recipe = load_recipe(config.model.recipe)
     engine = parallelize(config, recipe, meshes, world.device)
@@ -73,11 +74,6 @@ def save_weights(
         disk.commit(target, 0)
 
     on_first_rank(finish, group)
-
-
-def _refuse_taken(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target}: there is something already; name a new or empty folder")
 
 
 @record

@@ -1,5 +1,6 @@
 """Where an export takes numbers from: a checkpoint on disk, or a model in memory."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,11 +62,19 @@ class ModelValues:
 
 
 class CheckpointValues:
-    """Of a step-N folder, whatever layout it was saved under."""
+    """Of a step-N folder, whatever layout it was saved under.
+
+    Raises ValueError: nothing in it says what tensors it holds.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        stored = _Chunks(path).read_metadata().state_dict_metadata
+        try:
+            stored = _Chunks(path).read_metadata().state_dict_metadata
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no .metadata in it: not a whole checkpoint") from None
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path / '.metadata'}: damaged: {error!r}") from None
         self._stored = {
             name.removeprefix(MODEL): what
             for name, what in stored.items()
