@@ -84,7 +84,7 @@ def test_a_signal_saves_and_exits_with_0(recipe: Path, number: signal.Signals) -
     overrides = [LONG, f"--job.name={run.name}", "--checkpoint.interval=1000"]
 
     process = start(recipe, *overrides)
-    wait_for_step(process, run / "metrics.jsonl", 5)
+    wait_for_step(process, run / "metrics.jsonl", 1)  # soon: on a busy machine signals are late
     process.send_signal(number)
     process.send_signal(number)  # in a hurry: no harm
     code, output = finish(process)
