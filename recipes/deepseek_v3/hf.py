@@ -1,5 +1,7 @@
 """DeepSeek-V3's names on the Hugging Face side, Moonlight's and Kimi K2's too."""
 
+from typing import Any
+
 from titan_moe.hf_table import Copy, HuggingFace, LeftOut, OursOnly, Weight
 
 OURS, THEIRS = "layers.{layer}", "model.layers.{layer}"
@@ -10,6 +12,16 @@ def mlp(ours: str, theirs: str) -> tuple[Weight, ...]:
         Weight(f"{OURS}.{ours}.{name}.weight", f"{THEIRS}.{theirs}.{name}_proj.weight")
         for name in ("gate", "up", "down")
     )
+
+
+def derived(cfg: Any) -> dict[str, Any]:
+    if cfg.num_experts < 2 * cfg.num_expert_groups:
+        raise ValueError(
+            f"model.num_experts = {cfg.num_experts} in {cfg.num_expert_groups} groups "
+            "(num_expert_groups): DeepseekV3ForCausalLM ranks groups by the best two experts of "
+            "each, and cannot do with one"
+        )
+    return {"num_key_value_heads": cfg.num_heads}
 
 
 HF = HuggingFace(
@@ -82,15 +94,18 @@ HF = HuggingFace(
         "normalize_weights": "norm_topk_prob",
         "route_scale": "routed_scaling_factor",
     },
-    nulls={"q_lora_rank": 0, "num_shared_experts": 0},
+    only={"latent_norm_eps": 1e-6, "score_function": "sigmoid"},
+    nulls={"q_lora_rank": 0},
+    defaults={"scoring_func": "sigmoid"},
     may_have_fewer=("num_mtp_layers",),
     fixed={
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "moe_layer_freq": 1,
+        "rope_interleave": True,
         "tie_word_embeddings": False,
         "topk_method": "noaux_tc",
     },
-    derived=lambda cfg: {"num_key_value_heads": cfg.num_heads},
+    derived=derived,
 )

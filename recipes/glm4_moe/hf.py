@@ -1,5 +1,7 @@
 """GLM-4.5's names on the Hugging Face side."""
 
+from typing import Any
+
 from titan_moe.hf_table import Copy, HuggingFace, LeftOut, OursOnly, Weight
 
 OURS, THEIRS = "layers.{layer}", "model.layers.{layer}"
@@ -10,6 +12,15 @@ def mlp(ours: str, theirs: str) -> tuple[Weight, ...]:
         Weight(f"{OURS}.{ours}.{name}.weight", f"{THEIRS}.{theirs}.{name}_proj.weight")
         for name in ("gate", "up", "down")
     )
+
+
+def derived(cfg: Any) -> dict[str, Any]:
+    if cfg.num_experts < 2:
+        raise ValueError(
+            "model.num_experts = 1: Glm4MoeForCausalLM ranks experts by the best two, and cannot "
+            "do with one"
+        )
+    return {}
 
 
 HF = HuggingFace(
@@ -76,6 +87,7 @@ HF = HuggingFace(
         "norm_eps": "rms_norm_eps",
         "initializer_range": "initializer_range",
     },
+    defaults={"attention_bias": False},
     may_have_fewer=("num_mtp_layers",),
     fixed={
         "attention_bias": True,
@@ -86,4 +98,5 @@ HF = HuggingFace(
         "tie_word_embeddings": False,
         "topk_group": 1,
     },
+    derived=derived,
 )

@@ -61,6 +61,19 @@ HF = HuggingFace(
         "norm_eps": "rms_norm_eps",
         "initializer_range": "initializer_range",
     },
+    only={"num_dense_layers": 0, "num_shared_experts": 0, "intermediate_size": 0},
+    defaults={
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     fixed={
         "attention_bias": True,
         "attention_dropout": 0.0,
@@ -68,4 +81,5 @@ HF = HuggingFace(
         "tie_word_embeddings": False,
     },
     derived=derived,
+    derived_from=("full_attention_every",),
 )

@@ -44,10 +44,14 @@ HF = HuggingFace(
         "norm_eps": "rms_norm_eps",
         "initializer_range": "initializer_range",
     },
+    only={"num_dense_layers": 0, "num_shared_experts": 0, "intermediate_size": 0},
+    defaults={"sliding_window": None},
     fixed={
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "router_jitter_noise": 0.0,
         "tie_word_embeddings": False,
     },
+    derived=lambda cfg: {"head_dim": cfg.head_dim},
+    follows=("head_dim",),
 )

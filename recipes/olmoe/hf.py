@@ -46,6 +46,7 @@ HF = HuggingFace(
         "norm_eps": "rms_norm_eps",
         "initializer_range": "initializer_range",
     },
+    only={"num_dense_layers": 0, "num_shared_experts": 0, "intermediate_size": 0},
     fixed={
         "attention_bias": False,
         "attention_dropout": 0.0,

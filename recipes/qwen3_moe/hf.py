@@ -48,6 +48,7 @@ HF = HuggingFace(
         "initializer_range": "initializer_range",
     },
     also={"num_local_experts": "num_experts"},  # as transformers 5 writes it
+    only={"num_dense_layers": 0, "num_shared_experts": 0, "intermediate_size": 0},
     fixed={
         "attention_bias": False,
         "attention_dropout": 0.0,

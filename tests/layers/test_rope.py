@@ -54,7 +54,8 @@ def test_layout_is_the_one_of_published_weights() -> None:
     [
         {},
         {"factor": 4.0, "original_max_seq_len": 128},
-        {"mscale": 0.707, "mscale_all_dim": 0.0},
+        {"mscale": 1.0, "mscale_all_dim": 0.0},
+        {"mscale": 0.707, "mscale_all_dim": 0.9},
         {"mscale": 1.0, "mscale_all_dim": 0.5},
         {"beta_fast": 8.0, "beta_slow": 2.0},
         {"beta_fast": 1.0, "beta_slow": 1.0},

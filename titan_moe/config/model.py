@@ -64,6 +64,15 @@ class RopeScaling(Section):
     mscale: float = Field(1.0, ge=0.0, description="attention temperature, numerator")
     mscale_all_dim: float = Field(0.0, ge=0.0, description="attention temperature, denominator")
 
+    @model_validator(mode="after")
+    def _temperature_is_heeded(self) -> Self:
+        if self.mscale != 1.0 and not self.mscale_all_dim:
+            raise ValueError(
+                f"mscale = {self.mscale} has no effect without mscale_all_dim, its denominator: "
+                "give both, or leave it out"
+            )
+        return self
+
 
 class ModelConfig(Section):
     """`[model]`: sizes have no defaults, so that the TOML states the whole model."""
