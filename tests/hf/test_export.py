@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.data.test_tokenizer import write_tokenizer as write_json_tokenizer
@@ -81,6 +82,7 @@ def test_a_prompt_has_the_same_ids_there_and_back(kind: str, add_bos: bool, tmp_
         assert ours.tokenizer.bos_id is not None
         expected = [ours.tokenizer.bos_id, *expected]
     assert AutoTokenizer.from_pretrained(tmp_path / "x")(PROMPT).input_ids == expected
+    assert Backend.from_file(str(tmp_path / "x/tokenizer.json")).encode(PROMPT).ids == expected
     made = list(generate(ours, PROMPT, tokens=8))
     assert list(generate(back, PROMPT, tokens=8)) == made
     assert back.tokenizer.decode(made) == ours.tokenizer.decode(made)
@@ -247,6 +249,21 @@ def test_the_export_at_the_end_is_of_the_last_checkpoint(pool: Pool, tmp_path: P
         assert hf.stat().st_ino != inode, name
         assert tensors_in(hf).keys() == weights.keys(), name
     assert len(list(hf.parent.glob("step-2.abandoned*"))) == 3  # all but the empty one
+
+
+def test_what_config_json_cannot_say_is_told_before_anything_is_written(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*args: Any, **kwargs: Any) -> None:
+        assert list(tmp_path.iterdir()) == []
+        raise ValueError("no words for it")
+
+    monkeypatch.setattr(exporting, "config_json", refuses)
+    with pytest.raises(ValueError, match="no words for it"):
+        export(checkpoint, tmp_path / "x")
+    _, recipe, cfg = model_of(DEBUG[0])
+    with pytest.raises(ValueError, match="no words for it"):
+        check_exportable(recipe, cfg)
 
 
 def test_a_run_whose_end_could_not_be_exported() -> None:

@@ -92,8 +92,10 @@ def check_exportable(recipe: Recipe, cfg: ModelConfig) -> None:
     """What can be known before a run of whether its end can be exported.
 
     Raises:
-        ValueError: see `names_of`; or the run moves a bias that their side has no place for.
+        ValueError: see `names_of` and `config_json`; or the run moves a bias that their side has no
+            place for.
     """
+    _config(recipe, cfg, "bfloat16", None)
     for name, must_be_zero in names_of(recipe, cfg).only_ours.items():
         moved = re.fullmatch(r"layers\.(\d+)\.moe\.router\.selection_bias", name)
         if moved and must_be_zero and cfg.balance(int(moved[1])).bias_update_rate > 0:
@@ -125,7 +127,14 @@ def exported_already(checkpoint: Path, target: Path, dtype: Dtype) -> bool:
         files = {CONFIG, *index["weight_map"].values()}
         if marked and all((target / file).is_file() for file in files):
             return True
-    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, AttributeError):
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ):
         pass  # no index, or none of ours: no export
     if target.is_dir() and not any(target.iterdir()):
         return False
@@ -209,8 +218,8 @@ def _write(
         draft.check()
         values.check(stored)
         _refuse_loss(values, names, recipe)
-        if out.tokens:
-            out.tokens()
+        tokenizer = out.tokens()[1] if out.tokens else None
+        _config(recipe, cfg, out.dtype, tokenizer)  # refuses what config.json has no words for
         draft.open()
 
     def finish() -> None:
