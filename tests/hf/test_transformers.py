@@ -108,7 +108,8 @@ def test_the_byte_tokenizer_is_one_that_transformers_reads(tmp_path: Path) -> No
     write_tokenizer(data, ours, tmp_path / "x", max_length=cfg.max_seq_len)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "x")
     text = "".join(map(chr, range(1000))) + "  two\n\n\tlines 日本 \U0001f600"
-    assert theirs(text).input_ids == ours.encode(text)
+    assert theirs(text).input_ids == [ours.bos_id, *ours.encode(text)]  # add_bos, as in training
+    assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text)
     assert theirs.decode(ours.encode(text)) == text
     assert theirs.decode([0xE6, 0x41]) == ours.decode([0xE6, 0x41])
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
