@@ -89,7 +89,7 @@ def test_transformers_writes_the_same(config: Path, dtype: Any, tmp_path: Path) 
     # Sizes come back the same from our config.json and from transformers' own.
     folder = open_folder(tmp_path / "ours")
     read = model_config(recipe, cfg.recipe, folder.config, "ours")
-    for key in recipe.load_hf().keys | {"rope_theta": "", "rope_scaling": ""}:
+    for key in (*recipe.load_hf().keys, "rope_theta", "rope_scaling"):
         assert getattr(read, key) == getattr(cfg, key), key
     again, _ = fresh(cfg)
     for parameter in again.parameters():
