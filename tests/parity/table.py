@@ -43,8 +43,9 @@ of labels and experts without a token. What may differ, relative to the referenc
 | tokens per expert, selection biases | 0 |
 
 A test fails if a layout has no row here, or is beyond these bounds. The figures are those of the
-run that wrote this file, other machines add up in other orders; without the file, a whole run of
-`tests/parity` writes it anew. *Worst* is the parameter with the largest error in the first step.
+run that wrote this file, other machines add up in other orders; without the file,
+`./run_tests.sh --nightly tests/parity` writes it anew. *Worst* is the parameter with the largest
+error in the first step.
 
 | layout | processes | first gradients | worst | later | weights | losses, norm | counts, bias |
 |---|---|---|---|---|---|---|---|
