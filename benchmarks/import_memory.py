@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.multiprocessing as multiprocessing
 
-from titan_moe import parallelize as appliers
 from titan_moe.config import RunConfig, load_config
 from titan_moe.config.layout import Layout
 from titan_moe.config.sections import Comm
@@ -28,6 +27,7 @@ from titan_moe.hf.export import plan_files
 from titan_moe.hf.load import load_weights
 from titan_moe.hf.names import names_of
 from titan_moe.mesh import Meshes
+from titan_moe.parallelize import parallelize
 from titan_moe.recipe import load_recipe
 from titan_moe.world import World, gather
 
@@ -91,10 +91,9 @@ def measure(rank: int, config: RunConfig, folder: Path, ranks: int) -> None:
     world = World.join(Comm())
     recipe = load_recipe(config.model.recipe)
     meshes = Meshes.build(Layout.of(config.parallelism, ranks), "cpu")
-    # Two billion normal numbers would take minutes, and all are overwritten.
-    appliers.initialise = lambda model, seed: None  # type: ignore[assignment]
     before = _peak()
-    engine = appliers.parallelize(config, recipe, meshes, world.device)
+    read = names_of(recipe, config.model).parts  # as `titan-moe import` does
+    engine = parallelize(config, recipe, meshes, world.device, loaded=read)
     built = _peak()
     load_weights(engine.parts, folder, recipe, config.model)
     shards = [getattr(p, "to_local", lambda p=p: p)() for p in engine.parameters()]

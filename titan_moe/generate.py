@@ -6,7 +6,7 @@ S tokens so far, V vocabulary.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from titan_moe.data.tokenizer import JsonTokenizer, Tokenizer, check_vocabulary
 from titan_moe.hf.config_json import model_config
 from titan_moe.hf.folder import CONFIG, open_folder, read_json
 from titan_moe.hf.load import load_weights
+from titan_moe.hf.names import names_of
 from titan_moe.hf.tokenizer_files import saved_tokenizer
 from titan_moe.parallel.initialise import initialise, materialise
 from titan_moe.parallel.whole import keywords_of
@@ -83,7 +84,7 @@ def open_hf_folder(path: Path, recipe: str) -> Speaker:
     if cfg.mtp_depth():
         logger.info("%s: read without its layers of multi-token prediction", path)
         cfg = cfg.model_copy(update={"num_mtp_layers": 0})
-    model = _built(cfg)
+    model = _built(cfg, names_of(parts, cfg).parts)
     load_weights([model], path, parts, cfg)
     tokens = _special_tokens(path)
     tokenizer = JsonTokenizer(str(path / "tokenizer.json"), tokens["bos"], tokens["eos"])
@@ -149,14 +150,15 @@ def _chosen(logits_V: Tensor, temperature: float, generator: torch.Generator) ->
     return int(torch.multinomial(weights_V, 1, generator=generator))
 
 
-def _built(cfg: ModelConfig) -> Any:
-    """The whole model in fp32, all that is not saved in place."""
+def _built(cfg: ModelConfig, loaded: Container[str] | None = None) -> Any:
+    """The whole model in fp32; what is `loaded` (absent: all weights) has no values yet."""
     with torch.device("meta"):
         model: nn.Module = load_recipe(cfg.recipe).load_model_class()(
             cfg, layers=range(cfg.num_layers), has_embedding=True, has_head=True
         )
     materialise(model, torch.device("cpu"))
-    initialise(model, seed=0)
+    weights = {name for name, _ in model.named_parameters()}
+    initialise(model, seed=0, loaded=weights if loaded is None else loaded)
     return model
 
 

@@ -10,6 +10,7 @@ process ever holds more than its own share.
 """
 
 import logging
+from collections.abc import Container
 
 import torch
 from torch import nn
@@ -43,10 +44,12 @@ def parallelize(
     meshes: Meshes,
     device: torch.device,
     *,
+    loaded: Container[str] = (),
     poison: bool = False,
 ) -> Engine:
     """Build this rank's parts of the model and everything that it takes to train them. Collective.
 
+    loaded: names of tensors that the caller reads from somewhere, which are not initialised.
     poison: fill memory with NaN before it is initialised, for tests.
     """
     layout, section, sharding = meshes.layout, config.parallelism, recipe.load_sharding()
@@ -73,7 +76,7 @@ def parallelize(
         )
         apply_fsdp(part, meshes, sharding, config.training, section)
         materialise(part, device, poison=poison)
-        initialise(part, config.debug.seed)
+        initialise(part, config.debug.seed, loaded)
         part.train()
     runner: Runner = (
         Pipeline(parts, stages, config, meshes, device) if layout.pp > 1 else WholeModel(parts[0])

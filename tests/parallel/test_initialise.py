@@ -172,3 +172,16 @@ def test_what_is_not_named_is_refused() -> None:
     model.first.inits["table"] = Computed(lambda: torch.zeros(4))
     with pytest.raises(ValueError, match=r"first.table is \(5,\), its .inits computes \(4,\)"):
         initialise(model, 0)
+
+
+def test_what_is_loaded_is_left_as_it_is() -> None:
+    model = Tree()
+    initialise(model, 0)
+    expected = values(model)
+    materialise(model, CPU, poison=True)
+    initialise(model, 0, loaded={"second.weight", "experts"})
+    for name, value in values(model).items():
+        if name in ("second.weight", "experts"):
+            assert value.isnan().all(), name
+        else:
+            assert torch.equal(value, expected[name]), name

@@ -20,6 +20,7 @@ from titan_moe.config import ConfigError, RunConfig, load_config
 from titan_moe.config.layout import Layout
 from titan_moe.hf.draft import refuse_taken
 from titan_moe.hf.load import load_weights
+from titan_moe.hf.names import names_of
 from titan_moe.mesh import Meshes
 from titan_moe.metrics.logs import setup_logging
 from titan_moe.parallelize import parallelize
@@ -44,7 +45,8 @@ def import_folder(source: str, target: str | Path, config: RunConfig, world: Wor
     on_first_rank(lambda: refuse_taken(target))
     meshes = Meshes.build(Layout.of(config.parallelism, world.size), world.device.type)
     recipe = load_recipe(config.model.recipe)
-    engine = parallelize(config, recipe, meshes, world.device)
+    read = names_of(recipe, config.model).parts
+    engine = parallelize(config, recipe, meshes, world.device, loaded=read)
     group = dist.new_group(backend="gloo", timeout=WAIT_FOR_DISKS, group_desc="checkpoint")
     load_weights(engine.parts, source, recipe, config.model, group)
     save_weights(engine.parts, target, config, group)

@@ -6,7 +6,7 @@ many processes hold the model or on which of them asks. Nothing is communicated.
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,13 @@ def materialise(model: nn.Module, device: torch.device, *, poison: bool = False)
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
+def initialise(model: nn.Module, seed: int, loaded: Container[str] = ()) -> None:
     """Fill every parameter and buffer as its module's `inits` says, in place.
 
     Of a DTensor only this rank's slice is computed. A tensor that two modules share is filled once,
     by its first name.
+
+    loaded: names of tensors that are left as they are, as the caller reads them from somewhere.
 
     Raises:
         ValueError: a parameter or buffer without an entry in its module's `inits`, an entry without
@@ -56,7 +58,7 @@ def initialise(model: nn.Module, seed: int) -> None:
     """
     filled: set[int] = set()
     for name, tensor, init in _inits_of(model):
-        if id(tensor) not in filled:
+        if id(tensor) not in filled and name not in loaded:
             filled.add(id(tensor))
             _fill(tensor, init, Stream.of(seed, name), name)
     logger.info("initialise: %s with seed %d", counted(len(filled), "tensor"), seed)
