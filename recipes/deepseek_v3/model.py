@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.layers.attention import attention
-from titan_moe.layers.decoder import Context, Decoder
+from titan_moe.layers.context import Context
+from titan_moe.layers.decoder import Decoder
 from titan_moe.layers.experts import Experts
 from titan_moe.layers.linear import Linear
 from titan_moe.layers.mlp import SwiGLU

@@ -5,7 +5,8 @@ B batch, S sequence, D hidden.
 
 from torch import Tensor, nn
 
-from titan_moe.layers.decoder import Context, Decoder
+from titan_moe.layers.context import Context
+from titan_moe.layers.decoder import Decoder
 from titan_moe.layers.experts import Experts
 from titan_moe.layers.grouped_query import GroupedQueryAttention
 from titan_moe.layers.moe import MoE

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from titan_moe.hf.folder import Folder, Range, Raw, open_folder
+from titan_moe.hf.folder import Folder, Raw, open_folder
+from titan_moe.hf.quantised import Range
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

@@ -98,7 +98,8 @@ def test_a_rank_sees_its_rows_of_the_whole_mask(pool: Pool, balancer: LoadBalanc
 
 def test_latents_are_gathered_not_keys_and_values() -> None:
     """DeepSeek-V3's widths: what the slot is given, per token, against all heads' K and V."""
-    from recipes.deepseek_v3.model import Block, Context
+    from recipes.deepseek_v3.model import Block
+    from titan_moe.layers.context import Context
     from titan_moe.layers.rope import Rope
 
     cfg: Any = load_config(TRAIN_CONFIGS / "deepseek_v3" / "671b.toml").model

@@ -6,6 +6,7 @@ Quantised tensors count as one, of the shape and orientation that they have once
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titan_moe.hf.names import Shape, listed
-from titan_moe.hf.quantised import BLOCK, from_fp8, from_mxfp4
+from titan_moe.hf.quantised import BLOCK, Range, from_fp8, from_mxfp4
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 DTYPES = {
@@ -29,7 +30,6 @@ DTYPES = {
 FLOATS = {"F64", "F32", "F16", "BF16"}
 FP8_SCALE, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
 
-Range = tuple[int, int]  # first, and one past the last
 ReadRaw = Callable[["Raw", list[Range]], Tensor]
 
 
@@ -75,9 +75,10 @@ class Stored:
         """Its numbers in those ranges, one for each dimension, with no more read than they need."""
         if self.scales is None:
             return read(self.data, ranges)
+        data, scales = partial(read, self.data), partial(read, self.scales)
         if self.block is not None:
-            return from_fp8(self.data, self.scales, self.block, ranges, read)
-        return from_mxfp4(self.data, self.scales, ranges, read)
+            return from_fp8(ranges, data, scales, self.block)
+        return from_mxfp4(ranges, data, scales)
 
 
 @dataclass(frozen=True)

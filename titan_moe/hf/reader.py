@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from titan_moe.checkpoint.state import MODEL
-from titan_moe.hf.folder import Folder, Range, Raw, Stored
+from titan_moe.hf.folder import Folder, Raw, Stored
 from titan_moe.hf.names import Names, Part, Shape
+from titan_moe.hf.quantised import Range
 
 STACKED = 3  # tensors of so many dimensions are read slice by slice, which bounds temporaries
 

@@ -4,26 +4,18 @@ B batch, S sequence, D hidden, M layers of multi-token prediction.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from titan_moe.config.model import ModelConfig
+from titan_moe.layers.context import Context
 from titan_moe.layers.head import Head
 from titan_moe.layers.linear import Embedding
 from titan_moe.layers.mask import AttentionMask
 from titan_moe.layers.mtp import side_by_side
-from titan_moe.layers.rope import Rope, Rotation
-
-
-@dataclass(frozen=True)
-class Context:
-    """What all blocks of one forward share. Not a tensor, so that no wrapper casts its fp32."""
-
-    rotation: Rotation
-    mask: AttentionMask | None
-    valid_BS: Tensor
+from titan_moe.layers.rope import Rope
 
 
 class Decoder(nn.Module):

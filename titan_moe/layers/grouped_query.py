@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.layers.attention import attention
-from titan_moe.layers.decoder import Context
+from titan_moe.layers.context import Context
 from titan_moe.layers.init import Constant, Init
 from titan_moe.layers.linear import Linear
 from titan_moe.layers.norm import RMSNorm

@@ -7,17 +7,15 @@ what goes from depth to depth has been normed, the main model's by its final nor
 B batch, S sequence, D hidden, M layers of multi-token prediction.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titan_moe.config.model import ModelConfig
+from titan_moe.layers.context import Context
 from titan_moe.layers.linear import Linear
 from titan_moe.layers.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from titan_moe.layers.decoder import Context
 
 
 class PredictsAhead(nn.Module):
@@ -38,7 +36,7 @@ class PredictsAhead(nn.Module):
         self.output_norm = RMSNorm(hidden, eps=eps)
 
     def forward(
-        self, x_BSD: Tensor, context: "Context", embedded_BSD: Tensor | None = None
+        self, x_BSD: Tensor, context: Context, embedded_BSD: Tensor | None = None
     ) -> Tensor:
         """normed_BSD, ready for the head's output, and for the next depth.
 
