@@ -4,14 +4,14 @@ from typing import Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from titan_moe.config.families import GroupedQuery
 from titan_moe.config.model import AttentionShape
 from titan_moe.config.mtp import MultiTokenPrediction
 
 
-class Glm4MoeConfig(MultiTokenPrediction):
+class Glm4MoeConfig(GroupedQuery, MultiTokenPrediction):
     """Grouped-query attention turned in part, sigmoid routing, balance without auxiliary loss."""
 
-    num_kv_heads: PositiveInt = Field(description="heads of keys and values")
     head_dim: PositiveInt = Field(description="width of a head")
     partial_rotary_factor: float = Field(
         gt=0.0, le=1.0, description="part of a head's width that has position, its first dimensions"
@@ -21,12 +21,7 @@ class Glm4MoeConfig(MultiTokenPrediction):
     route_scale: PositiveFloat = Field(description="sum of a token's expert weights")
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads = {self.num_heads} is not divisible by num_kv_heads = "
-                f"{self.num_kv_heads}"
-            )
+    def _part_of_a_head_turns(self) -> Self:
         width = self.head_dim * self.partial_rotary_factor
         if width != self.rotary_dim or width % 2:
             raise ValueError(
@@ -41,13 +36,4 @@ class Glm4MoeConfig(MultiTokenPrediction):
         return int(self.head_dim * self.partial_rotary_factor)
 
     def attention_shape(self, layer: int) -> AttentionShape:
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        return AttentionShape(
-            projection_params=self.hidden_size * self.head_dim * heads,
-            num_heads=self.num_heads,
-            qk_head_dim=self.head_dim,
-            v_head_dim=self.head_dim,
-        )
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        return {**super().tensor_parallel_sizes(), "num_kv_heads": self.num_kv_heads}
+        return self.grouped_query(self.head_dim)

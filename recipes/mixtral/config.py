@@ -1,53 +1,17 @@
 """`[model]` of the Mixtral architecture. Torch-free."""
 
-from typing import Self
+from pydantic import Field, PositiveInt
 
-from pydantic import Field, PositiveInt, model_validator
+from titan_moe.config.families import HeadsOfHiddenSize, OnlyExperts
+from titan_moe.config.model import AttentionShape
 
-from titan_moe.config.model import AttentionShape, ModelConfig
 
-
-class MixtralConfig(ModelConfig):
+class MixtralConfig(OnlyExperts, HeadsOfHiddenSize):
     """Grouped-query attention, windowed or not, and softmax over the chosen experts."""
 
-    num_kv_heads: PositiveInt = Field(description="heads of keys and values")
     sliding_window: PositiveInt | None = Field(
         None, description="keys that a query sees at most, itself among them; absent: all before it"
     )
 
-    @model_validator(mode="after")
-    def _family_fits(self) -> Self:
-        for key in ("num_dense_layers", "num_shared_experts", "intermediate_size"):
-            if getattr(self, key):
-                raise ValueError(
-                    f"{key} = {getattr(self, key)}: Mixtral has experts in every block and "
-                    "nothing beside them; leave it out"
-                )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads = {self.num_heads} is not divisible by num_kv_heads = "
-                f"{self.num_kv_heads}"
-            )
-        if self.hidden_size % (2 * self.num_heads):
-            raise ValueError(
-                f"hidden_size = {self.hidden_size} is not divisible by 2 * num_heads = "
-                f"{2 * self.num_heads}: a head's width is their quotient, and even"
-            )
-        return self
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
     def attention_shape(self, layer: int) -> AttentionShape:
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        return AttentionShape(
-            projection_params=self.hidden_size * self.head_dim * heads,
-            num_heads=self.num_heads,
-            qk_head_dim=self.head_dim,
-            v_head_dim=self.head_dim,
-            window=self.sliding_window,
-        )
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        return {**super().tensor_parallel_sizes(), "num_kv_heads": self.num_kv_heads}
+        return self.grouped_query(self.head_dim, window=self.sliding_window)

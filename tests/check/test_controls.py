@@ -29,6 +29,13 @@ class Control:
     green: tuple[str, ...] = ("house", "meta", "flops")
 
 
+def with_shape(change: str) -> tuple[str, str]:
+    """An edit of what a family states of its attention."""
+    right = "return self.grouped_query(self.head_dim)"
+    wrong = f"replace(self.grouped_query(self.head_dim), {change})"
+    return right, f"from dataclasses import replace\n        return {wrong}"
+
+
 CONTROLS = [
     Control(
         "rotary_layout_swapped",
@@ -110,7 +117,7 @@ CONTROLS = [
     Control(
         "flop_shape_wrong",
         "qwen3_moe",
-        (("config.py", "v_head_dim=self.head_dim", "v_head_dim=2 * self.head_dim"),),
+        (("config.py", *with_shape("v_head_dim=2 * self.head_dim")),),
         "flops",
         "attention_scores",
         ("house", "meta", "logits"),
@@ -118,7 +125,14 @@ CONTROLS = [
     Control(
         "kv_heads_not_counted",
         "qwen3_moe",
-        (("config.py", "2 * self.num_heads + 2 * self.num_kv_heads", "4 * self.num_heads"),),
+        (
+            (
+                "config.py",
+                *with_shape(
+                    "projection_params=self.hidden_size * self.head_dim * 4 * self.num_heads"
+                ),
+            ),
+        ),
         "flops",
         "attention_projections",
         ("house", "meta"),
@@ -126,7 +140,7 @@ CONTROLS = [
     Control(
         "torch_in_config",
         "qwen3_moe",
-        (("config.py", "from typing import Self", "import torch\nfrom typing import Self"),),
+        (("config.py", "from pydantic import", "import torch\nfrom pydantic import"),),
         "house",
         "torch is imported with the config",
         ("meta",),

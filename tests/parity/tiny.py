@@ -88,7 +88,6 @@ GROUPED_QUERY = GroupedQueryConfig(
     num_heads=8,
     num_kv_heads=4,
     head_dim=6,
-    intermediate_size=1,
     moe_intermediate_size=12,
     num_experts=8,
     top_k=3,

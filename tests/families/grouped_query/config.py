@@ -1,38 +1,15 @@
 """`[model]` of the grouped-query family. Torch-free."""
 
-from typing import Self
+from pydantic import Field, PositiveInt
 
-from pydantic import Field, PositiveInt, model_validator
+from titan_moe.config.families import GroupedQuery, OnlyExperts
+from titan_moe.config.model import AttentionShape
 
-from titan_moe.config.model import AttentionShape, ModelConfig
 
-
-class GroupedQueryConfig(ModelConfig):
+class GroupedQueryConfig(OnlyExperts, GroupedQuery):
     """Several query heads read one key head; every block has experts and nothing beside them."""
 
-    num_kv_heads: PositiveInt = Field(description="heads of keys and values")
     head_dim: PositiveInt = Field(multiple_of=2, description="width of a head, all of it rotary")
 
-    @model_validator(mode="after")
-    def _heads_and_blocks_fit(self) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads = {self.num_heads} is not divisible by num_kv_heads = "
-                f"{self.num_kv_heads}"
-            )
-        for key in ("num_dense_layers", "num_shared_experts"):
-            if getattr(self, key):
-                raise ValueError(f"{key} = {getattr(self, key)}: this family has none")
-        return self
-
     def attention_shape(self, layer: int) -> AttentionShape:
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads
-        return AttentionShape(
-            projection_params=self.hidden_size * self.head_dim * heads,
-            num_heads=self.num_heads,
-            qk_head_dim=self.head_dim,
-            v_head_dim=self.head_dim,
-        )
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        return {**super().tensor_parallel_sizes(), "num_kv_heads": self.num_kv_heads}
+        return self.grouped_query(self.head_dim)
