@@ -144,6 +144,8 @@ def start(recipe: Path, *overrides: str, processes: int = 1) -> subprocess.Popen
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Under nohup the tests, and all that they start, would ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 

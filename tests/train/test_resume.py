@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -164,3 +166,21 @@ def test_going_back_begins_a_branch_that_later_launches_follow(recipe: Path, poo
     assert [record["attempt"] for record in records] == [1] * 8 + [2] * 6 + [3] * 10
     assert records[8]["lr"] != old[8]["lr"]
     assert (run / "checkpoint" / "step-20.abandoned" / "COMMITTED").is_file()
+
+
+def test_under_nohup_a_closed_terminal_is_no_reason_to_stop() -> None:
+    run_python(
+        "import signal",
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)",
+        "from titan_moe.world import StopSignal",
+        "stop = StopSignal()",
+        "signal.raise_signal(signal.SIGHUP)",
+        "assert stop.reason is None",
+        "signal.raise_signal(signal.SIGTERM)",
+        "assert stop.reason == 'SIGTERM'",
+    )
+
+
+def run_python(*lines: str) -> None:
+    """Signal handlers are a process's own, so these need one."""
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
