@@ -2,25 +2,19 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from titan_moe.config.checks import run_checks
 from titan_moe.config.errors import ConfigError
-from titan_moe.config.faults import faults_of, missing_key
+from titan_moe.config.faults import missing_key
 from titan_moe.config.files import Document, read_document
-from titan_moe.config.keys import Sections, dotted, path_of, sections_of, toml_text
+from titan_moe.config.keys import dotted, path_of, sections_of, toml_text
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.overrides import (
-    COMMAND_LINE,
-    Override,
-    apply_overrides,
-    parse_overrides,
-    unknown_key,
-)
+from titan_moe.config.overrides import COMMAND_LINE, Override, apply_overrides, parse_overrides
 from titan_moe.config.recipe_config import model_config_of
 from titan_moe.config.sections import RunConfig
+from titan_moe.config.tables import typed_tables
 
 RECIPE_KEY = ("model", "recipe")
 
@@ -44,7 +38,7 @@ def load_config(
     given, faults = parse_overrides(overrides)
     sections, recipe_faults = _sections(document, given)
     faults += recipe_faults + apply_overrides(document, given, sections)
-    parts, wrong = _validate(document, sections)
+    parts, wrong = typed_tables(document, sections, known=RunConfig.model_fields)
     if faults + wrong:
         raise ConfigError(faults + wrong)
     config = RunConfig(**parts)
@@ -91,19 +85,3 @@ def _sections(
         fault = f"{origin}: {dotted(RECIPE_KEY)} = {toml_text(recipe)}: expected string"
     del sections["model"]
     return sections, [fault]
-
-
-def _validate(document: Document, sections: Sections) -> tuple[dict[str, Any], list[str]]:
-    """Type every top-level table. Returns the typed tables, and a line per fault."""
-    faults = [
-        f"{document.origin((name,))}: {unknown_key(sections, (name,))}"
-        for name in document.tree
-        if name not in RunConfig.model_fields
-    ]
-    parts: dict[str, BaseModel] = {}
-    for name, section in sections.items():
-        try:
-            parts[name] = section.model_validate(document.tree.get(name, {}))
-        except ValidationError as error:
-            faults += faults_of(error, name, document, sections)
-    return parts, faults

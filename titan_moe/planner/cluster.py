@@ -4,11 +4,14 @@ Figures are vendors': peaks without sparsity, bandwidths in one direction, per G
 a software stack gets is that stack's matter (see `stack.py`). GB and TB are powers of ten.
 """
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from titan_moe.config.base import Section
+from titan_moe.config.errors import ConfigError
+from titan_moe.config.tables import load_tables
 
 Architecture = Literal["hopper", "blackwell"]
 
@@ -26,7 +29,7 @@ class Gpu(Section):
 
     bf16_tflops: PositiveFloat = Field(description="dense peak")
     fp8_tflops: PositiveFloat = Field(description="dense peak; MXFP8's too, where there is any")
-    memory_gb: PositiveFloat = Field(description="HBM")
+    memory_gb: PositiveFloat = Field(description="HBM, as the driver counts it")
     memory_tb_per_second: PositiveFloat = Field(description="its bandwidth")
 
 
@@ -50,3 +53,20 @@ class Cluster(Section):
     gpu: Gpu
     scale_up: ScaleUp
     scale_out: ScaleOut
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Read a machine's TOML, as `train_configs/clusters` has them; it may extend others.
+
+    Raises ConfigError (a ValueError) with one line per fault: file, key, value, remedy.
+    """
+    cluster = load_tables(path, Cluster)
+    host, domain = cluster.machine.gpus_per_host, cluster.scale_up.gpus
+    if domain % host and host % domain:
+        raise ConfigError(
+            [
+                f"{path}: scale_up.gpus = {domain}: a domain of {domain} GPUs is neither made of "
+                f"whole hosts nor fits whole into one of machine.gpus_per_host = {host}"
+            ]
+        )
+    return cluster
