@@ -106,6 +106,11 @@ def test_a_wrong_file_is_told(tmp_path: Path, old: str, new: str, said: list[str
     assert set(caught.value.faults) == {f"{path}: {fault}" for fault in said}
 
 
+@pytest.mark.parametrize("gpus", [2, 8, 72])
+def test_a_domain_is_of_hosts_or_a_host_of_domains(tmp_path: Path, gpus: int) -> None:
+    assert load_cluster(written(tmp_path, "gpus = 8", f"gpus = {gpus}")).scale_up.gpus == gpus
+
+
 def test_a_copy_may_extend_and_change_one_figure(tmp_path: Path) -> None:
     path = tmp_path / "slow.toml"
     path.write_text(f'extends = "{CLUSTERS / "h100.toml"}"\n[scale_out]\ngb_per_second = 12.5\n')

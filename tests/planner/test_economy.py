@@ -101,6 +101,12 @@ def test_steps_longer_than_the_best_interval_are_saved_one_by_one() -> None:
     assert plan.reliability.interval_steps == 1
 
 
+def test_what_costs_nothing_to_save_is_saved_every_step() -> None:
+    plan = economy(10.0, 1, 1, 10.0, mtbf_hours=1.0)
+    assert plan.reliability is not None
+    assert (plan.reliability.interval_steps, plan.reliability.save_seconds) == (1, 0.0)
+
+
 def test_llama_3() -> None:
     """405B on 16,384 GPUs: 419 stops in 54 days, over 90% of the time effective (arXiv 2407.21783,
     section 3.3.4)."""
