@@ -6,13 +6,11 @@ n ranks of a group, c of them in the fullest or emptiest domain, as said; d rank
 from collections import Counter
 from functools import cache
 from math import prod
-from typing import Literal
 
 from titan_moe.config.layout import Layout
 from titan_moe.planner.case import Case
 from titan_moe.planner.figures import Dimension
-
-Operation = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce", "send"]
+from titan_moe.planner.message import Operation
 
 
 def domain_ranks(case: Case) -> int:
