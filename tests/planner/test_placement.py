@@ -19,6 +19,9 @@ RINGS = list(product([2, 4, 8], [1, 2, 4, 8]))
 
 def groups(layout: Layout, name: str) -> list[list[int]]:
     sizes = layout.sparse if name in layout.sparse else layout.dense
+    if name == "dp_shard":  # FSDP's mesh of dense weights
+        sizes = {"outer": layout.pp * layout.dp_replicate, name: layout.dp_shard * layout.cp}
+        sizes["tp"] = layout.tp
     return [sorted(group) for group in groups_of(sizes, name)]
 
 
@@ -66,6 +69,7 @@ def test_a_group_that_straddles_is_as_slow_as_its_loneliest_rank() -> None:
         (64, "gb300_nvl72", [], 64),
         (72, "gb300_nvl72", [], 72),
         (720, "gb300_nvl72", [], 72),
+        (100, "gb300_nvl72", [], 20),  # 50 would part a host
         (74, "gb300_nvl72", [], 37),  # no whole hosts do
         (8, "h100", [], 8),
         (1024, "h100", [], 8),
@@ -73,6 +77,7 @@ def test_a_group_that_straddles_is_as_slow_as_its_loneliest_rank() -> None:
         (4, "h100", [], 4),
         (256, "gb300_nvl72", ["--parallelism.scale_up_size=32"], 32),
         (8, "gb300_nvl72", ["--parallelism.scale_up_size=32"], 8),
+        (64, "h100", ["--parallelism.scale_up_size=32"], 8),  # more than the machine has
     ],
 )
 def test_ranks_of_a_domain(world: int, machine: str, options: list[str], ranks: int) -> None:

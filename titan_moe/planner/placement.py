@@ -1,6 +1,6 @@
 """Which ranks share a fast domain, and so which part of their traffic leaves it. Torch-free.
 
-n ranks of a group, c of them in the fullest or emptiest domain, as said; d ranks of a domain.
+n ranks of a group, c of them in one domain.
 """
 
 from collections import Counter
@@ -16,14 +16,14 @@ from titan_moe.planner.message import Operation
 def domain_ranks(case: Case) -> int:
     """How many neighbouring ranks share a fast domain.
 
-    What `parallelism.scale_up_size` says; else the most that divide the world, so that all domains
-    hold equally many (schedulers place jobs that way: 256 ranks on racks of 72 are four times 64),
-    in whole hosts where that can be.
+    What `parallelism.scale_up_size` says, if the machine has so many; else the most that divide the
+    world, so that all domains hold equally many (schedulers place jobs that way: 256 ranks on racks
+    of 72 are four times 64), in whole hosts where that can be.
     """
-    said = case.config.parallelism.scale_up_size
-    if said is not None:
+    said, there = case.config.parallelism.scale_up_size, case.cluster.scale_up.gpus
+    if said is not None and said <= there:
         return min(said, case.world)
-    return _even_share(case.world, case.cluster.scale_up.gpus, case.cluster.machine.gpus_per_host)
+    return _even_share(case.world, there, case.cluster.machine.gpus_per_host)
 
 
 @cache
@@ -34,6 +34,18 @@ def _even_share(world: int, most: int, host: int) -> int:
     return max(shares, key=lambda ranks: (ranks % host == 0, ranks))
 
 
+def group_of(layout: Layout, dimension: Dimension) -> tuple[int, int]:
+    """Ranks of a dimension's groups, and how far apart in rank two neighbours are.
+
+    dp_shard is taken with cp: over both of them FSDP shards dense weights.
+    """
+    sizes = layout.sparse if dimension in layout.sparse else layout.dense
+    inner = list(sizes)[list(sizes).index(dimension) + 1 :]
+    if dimension == "dp_shard":
+        return layout.dp_shard * layout.cp, layout.tp
+    return sizes[dimension], prod(sizes[name] for name in inner)
+
+
 @cache
 def ranks_together(layout: Layout, dimension: Dimension, domain: int) -> int:
     """The fewest ranks of any of the dimension's groups that one domain holds, of those it touches.
@@ -41,10 +53,9 @@ def ranks_together(layout: Layout, dimension: Dimension, domain: int) -> int:
     The rank with the fewest neighbours sends most abroad, and all others wait for it. All n: every
     group stays inside.
     """
-    sizes = layout.sparse if dimension in layout.sparse else layout.dense
-    ranks, stride = sizes[dimension], _stride(sizes, dimension)
+    ranks, stride = group_of(layout, dimension)
     block = ranks * stride
-    if layout.world <= domain or domain % block == 0:
+    if domain % block == 0:
         return ranks
     if stride % domain == 0:
         return 1
@@ -52,12 +63,6 @@ def ranks_together(layout: Layout, dimension: Dimension, domain: int) -> int:
         return domain // stride
     held = Counter((rank // block, rank % stride, rank // domain) for rank in range(layout.world))
     return min(held.values())
-
-
-def _stride(sizes: dict[str, int], dimension: Dimension) -> int:
-    """How far apart in rank neighbours in a dimension are: all dimensions within it."""
-    names = list(sizes)
-    return prod(sizes[name] for name in names[names.index(dimension) + 1 :])
 
 
 def across_share(operation: Operation, ranks: int, together: int) -> float:
