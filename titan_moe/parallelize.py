@@ -52,6 +52,12 @@ def parallelize(
     loaded: names of tensors that the caller reads from somewhere, which are not initialised.
     poison: fill memory with NaN before it is initialised, for tests.
     """
+    parts = shard_on_meta(config, recipe, meshes)
+    return assemble(parts, config, meshes, device, loaded=loaded, poison=poison)
+
+
+def shard_on_meta(config: RunConfig, recipe: Recipe, meshes: Meshes) -> list[nn.Module]:
+    """This rank's parts of the model with every applier's mark, before there is memory for any."""
     layout, section, sharding = meshes.layout, config.parallelism, recipe.load_sharding()
     count = num_stages(section)
     stages = stages_of_rank(config, meshes.pipeline.get_local_rank())
@@ -75,11 +81,28 @@ def parallelize(
             part, config.activation_checkpoint, splits_backward=splits_backward(section)
         )
         apply_fsdp(part, meshes, sharding, config.training, section)
+    return parts
+
+
+def assemble(
+    parts: list[nn.Module],
+    config: RunConfig,
+    meshes: Meshes,
+    device: torch.device,
+    *,
+    loaded: Container[str] = (),
+    poison: bool = False,
+) -> Engine:
+    """What `shard_on_meta` gives, with memory and values, and what takes rows through it."""
+    for part in parts:
         materialise(part, device, poison=poison)
         initialise(part, config.debug.seed, loaded)
         part.train()
+    stages = stages_of_rank(config, meshes.pipeline.get_local_rank())
     runner: Runner = (
-        Pipeline(parts, stages, config, meshes, device) if layout.pp > 1 else WholeModel(parts[0])
+        Pipeline(parts, stages, config, meshes, device)
+        if meshes.layout.pp > 1
+        else WholeModel(parts[0])
     )
     return Engine(parts, runner, config, meshes, device)
 

@@ -91,14 +91,14 @@ def scale_by_micro_batches(patch: pytest.MonkeyPatch) -> None:
 
 
 def average_gradients(patch: pytest.MonkeyPatch) -> None:
-    schedule = pipeline._schedule
+    schedule = pipeline.torch_schedule
 
     def averaging(*args: Any) -> Any:
         made = schedule(*args)
         made.scale_grads = True
         return made
 
-    patch.setattr(pipeline, "_schedule", averaging)
+    patch.setattr(pipeline, "torch_schedule", averaging)
 
 
 def rotate_layers(patch: pytest.MonkeyPatch) -> None:

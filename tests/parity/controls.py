@@ -216,14 +216,14 @@ def keys_in_order_of_ranks(patch: Patch) -> None:
 
 def gradients_scaled_by_schedule(patch: Patch) -> None:
     """torch's default: the mean over micro-batches, of what is divided by all tokens already."""
-    build = pipeline._schedule
+    build = pipeline.torch_schedule
 
     def broken(*args: Any) -> Any:
         schedule = build(*args)
         schedule.scale_grads = True
         return schedule
 
-    patch.setattr(pipeline, "_schedule", broken)
+    patch.setattr(pipeline, "torch_schedule", broken)
 
 
 def own_labels_ahead_divide(patch: Patch) -> None:

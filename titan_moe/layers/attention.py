@@ -4,6 +4,8 @@ B batch, S queries, T keys, H query heads, G key heads (G divides H; query head 
 h // (H/G)), D width of queries and keys, V width of values.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,11 @@ LINEAR_MEMORY = [
     SDPBackend.EFFICIENT_ATTENTION,
 ]
 
+# (q_BSHD, k_BTGD, v_BTGV, scale, mask, window, sinks_H) -> out_BSHV
+Kernel = Callable[
+    [Tensor, Tensor, Tensor, float, AttentionMask | None, int | None, Tensor | None], Tensor
+]
+
 
 def attention(
     q_BSHD: Tensor,
@@ -28,7 +35,7 @@ def attention(
     mask: AttentionMask | None,
     window: int | None = None,
     sinks_H: Tensor | None = None,
-    backend: str = "auto",
+    backend: str | Kernel = "auto",
 ) -> Tensor:
     """softmax(scale * q·k over visible keys) · v, [B, S, H, V], in q's dtype.
 
@@ -38,7 +45,7 @@ def attention(
     backend: "reference" (naive, quadratic memory), "sdpa" (torch's fused kernels, plain causal),
         "blocked" (matmuls over blocks of queries, for CPUs), "flex" (FlexAttention, CUDA), or
         "auto": blocked on CPU; on CUDA flex where there is a mask, a window or sinks, else sdpa.
-        Memory is linear in S + T on all but the reference.
+        Memory is linear in S + T on all but the reference. Or a kernel of the caller's.
 
     Raises ValueError for an unknown backend, and for one that cannot do what is asked.
     """
@@ -49,6 +56,8 @@ def attention(
         window = None  # nothing is further away
     if backend == "auto":
         backend = backend_for(q_BSHD.device.type, mask, window, sinks_H)
+    if not isinstance(backend, str):
+        return backend(q_BSHD, k_BTGD, v_BTGV, scale, mask, window, sinks_H)
     if backend == "blocked":
         return blocked_attention(q_BSHD, k_BTGD, v_BTGV, scale, mask, window, sinks_H)
     if backend == "sdpa":

@@ -72,7 +72,7 @@ class Pipeline:
         tokens_BS = torch.empty(
             rows, config.training.seq_len // meshes.layout.cp, dtype=torch.int64, device="meta"
         )
-        self._schedule = _schedule(
+        self._schedule = torch_schedule(
             section,
             [
                 self._torch_stage(part, stage, tokens_BS)
@@ -191,7 +191,8 @@ class Pipeline:
         return loss
 
 
-def _schedule(section: Parallelism, stages: list[PipelineStage], count: int, loss: Any) -> Any:
+def torch_schedule(section: Parallelism, stages: list[PipelineStage], count: int, loss: Any) -> Any:
+    """torch's schedule of that name, or of that file, for this rank's stages."""
     # scale_grads would average what is already divided by the step's tokens.
     keywords = {"n_microbatches": count, "loss_fn": loss, "scale_grads": False}
     if section.pipeline_parallel_schedule_csv is not None:
