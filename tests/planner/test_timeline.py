@@ -153,6 +153,8 @@ def test_many_micro_batches_are_as_long_as_when_all_are_simulated(
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
-    order = ((Action(0, "B", 0), Action(0, "F", 0)), (Action(1, "F", 0), Action(1, "B", 0)))
-    with pytest.raises(AssertionError, match="wait for each other"):
-        simulate(order, even, no_hop)
+    last = (Action(1, "F", 0), Action(1, "B", 0))
+    for first in ("BF", "FWI"):
+        order = (tuple(Action(0, kind, 0) for kind in first), last)
+        with pytest.raises(AssertionError, match="wait for each other"):
+            simulate(order, even, no_hop)
