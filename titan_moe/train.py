@@ -26,10 +26,8 @@ from titan_moe.metrics.logger import MetricsLogger
 from titan_moe.metrics.logs import setup_logging
 from titan_moe.metrics.profiling import Profiler
 from titan_moe.metrics.run_folder import RunFolder
-from titan_moe.metrics.speed import device_name, memory_peak_gib
 from titan_moe.optim import build_optimizer, learning_rate
 from titan_moe.parallelize import parallelize
-from titan_moe.planner.of_run import RunPlan
 from titan_moe.recipe import load_recipe
 from titan_moe.world import StopSignal, World, any_rank, gather, on_first_rank
 
@@ -69,9 +67,6 @@ class Trainer:
             config, meshes.dp_rank, meshes.dp_degree, saved["data"] if saved else None
         )
         flops_per_token = model_flops_per_token(config.model, config.training.seq_len).total
-        self.plan = RunPlan(
-            config, world.size, device=device_name(world.device), speaks=world.rank == 0
-        )
         self.profiler = Profiler(config.profiling, self.folder, world.rank, self.step)
         self.metrics = MetricsLogger(
             self.folder, config, world, flops_per_token=flops_per_token, step=self.step
@@ -106,7 +101,6 @@ class Trainer:
                         gc.collect(1)
         if self.config.checkpoint.last_save_in_hf and self.step >= steps:
             self._export()
-        self.plan.compare(self.metrics.typical_step_seconds(), memory_peak_gib(self.world.device))
         self.close()
         if stopping:
             logger.info("stopped by %s after step %d", self.stop.reason or "a peer", self.step)
@@ -204,7 +198,6 @@ class Trainer:
         )
         for line in layout_lines(self.meshes.layout, config.parallelism.scale_up_size):
             logger.info("%s", line)
-        self.plan.announce()
         if config.job.print_config and self.world.rank == 0:
             logger.info("%s", self.folder.config_file.read_text(encoding="utf-8"))
 

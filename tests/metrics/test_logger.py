@@ -161,22 +161,6 @@ def test_a_resumed_run_equals_the_unbroken_one(tmp_path: Path) -> None:
     assert [record["attempt"] for record in records(broken)] == [1, 1, 2, 2, 2]
 
 
-def test_the_typical_step_is_of_this_attempt_without_its_first_record(tmp_path: Path) -> None:
-    metrics = start(tmp_path)
-    assert metrics.typical_step_seconds() is None
-    train(metrics, 1, 1)
-    assert metrics.typical_step_seconds() is None
-    train(metrics, 2, 10)
-    resumed = start(tmp_path, step=10)
-    train(resumed, 11, 20)
-    *_, at_5, at_10, at_15, at_20 = (
-        record["step_seconds"] for record in records(tmp_path / "tiny" / "metrics.jsonl")
-    )
-    assert metrics.typical_step_seconds() == pytest.approx((at_5 + at_10) / 2)
-    assert resumed.typical_step_seconds() == at_20
-    assert at_15 not in (at_5, at_10, at_20)
-
-
 def test_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = start(tmp_path)
     for step in (5, 10):

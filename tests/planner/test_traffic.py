@@ -1,5 +1,6 @@
 """Lanes against messages written out rank by rank, and what people are warned of."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from titan_moe.planner.case import Case
 from titan_moe.planner.cluster import load_cluster
 from titan_moe.planner.figures import SPENT_ON, Lane, StepTime
 from titan_moe.planner.message import Message
+from titan_moe.planner.trace.rank import trace_rank
 from titan_moe.planner.traffic import lanes as timed_lanes
 from titan_moe.planner.traffic import warnings
 
@@ -169,6 +171,16 @@ def test_two_tiers_are_only_proposed_where_they_can_be() -> None:
     assert said.endswith("parallelism.expert_parallel_degree = 2 would stay inside.")
 
 
+def test_without_times_bytes_are_told_all_the_same() -> None:
+    case = case_of(32, "h100", expert_parallel_degree=32)
+    messages = [[sent("ep", "all_to_all", 10), sent("dp_shard", "all_gather")]]
+    timed, bare = lanes(case, messages, time_of(1.0)), timed_lanes(case, messages)
+    assert [replace(lane, seconds=None, exposed_seconds=None) for lane in timed] == list(bare)
+    assert all(lane.hidden_seconds is None for lane in bare)
+    (said,) = warnings(case, bare)
+    assert "go over 50 GB/s instead of 450. parallelism.expert_parallel_degree = 8 would" in said
+
+
 def test_experts_that_stay_are_not() -> None:
     case = case_of(32, "h100", expert_parallel_degree=8)
     assert (
@@ -208,3 +220,35 @@ def test_a_lane_alone_is_no_lane() -> None:
     assert lanes(case_of(1, "h100"), [[]], time_of(1.0)) == ()
     found: tuple[Lane, ...] = lanes(case_of(2, "h100"), [[]], time_of(1.0))
     assert [lane.dimension for lane in found] == ["dp_shard", "efsdp"]
+
+
+FLOAT, ROW = 4, 128 * 4  # bytes
+
+
+@pytest.mark.parametrize(
+    ("backend", "inside", "across"),
+    [
+        ("flat", 192 * (4 * ROW + 2 * FLOAT), 256 * (4 * ROW + 2 * FLOAT)),
+        ("two_tier", 384 * (4 * ROW + 2 * FLOAT), 128 * (4 * ROW + 2 * 2 * FLOAT + 2 * FLOAT)),
+    ],
+)
+def test_experts_traffic_of_a_traced_run_by_hand(backend: str, inside: int, across: int) -> None:
+    """Two domains of four ranks; each rank has one of eight experts, and 256 tokens in a step.
+
+    Token t goes to experts 2t and 2t + 1 mod 8, both in one domain. Flat: of its 512 copies a rank
+    sends 64 to each of three neighbours, and to each of four ranks abroad. In two tiers 128 tokens
+    cross, once each; then 512 copies, of own tokens and of those from abroad, are spread over four
+    ranks, of which three are others. Rows of 128 floats go there and back, forward and backward;
+    the weight of each choice goes along, and in two tiers a number of four bytes for each.
+    """
+    keys = ("expert_parallel_degree", "scale_up_size", "expert_parallel_comm_backend")
+    options = [
+        *[f"--parallelism.{k}={v}" for k, v in zip(keys, (8, 4, backend), strict=True)],
+        *["--model.num_layers=2", "--training.global_batch_size=32", "--training.seq_len=64"],
+    ]
+    stack: Any = None  # nothing here asks it
+    cluster = load_cluster(CONFIGS / "clusters" / "h100.toml")
+    case = Case(load_config(CONFIGS / "debug.toml", options), 8, cluster, stack)
+    messages = list(trace_rank(case, 0, "cpu").messages)
+    ep = next(lane for lane in lanes(case, [messages], time_of(1.0)) if lane.dimension == "ep")
+    assert (ep.inside_bytes_per_step, ep.across_bytes_per_step) == (inside, across)

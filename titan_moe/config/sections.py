@@ -284,19 +284,6 @@ class Debug(Section):
     )
 
 
-class PlanSection(Section):
-    """`[plan]`: what the run is held against, if a machine is named."""
-
-    cluster: FilePath | None = Field(
-        None,
-        description="a machine's TOML, as for titan-moe plan: the run tells at start what memory "
-        "and step time are to be expected there, and at its end how they came out",
-    )
-    stack: FilePath = Field(
-        "titan-moe", description="software whose speed is predicted: a name, or a TOML's path"
-    )
-
-
 class RunConfig(Section):
     """A whole recipe TOML. `model` is the recipe's own subclass of ModelConfig."""
 
@@ -313,5 +300,4 @@ class RunConfig(Section):
     metrics: Metrics = Field(default_factory=Metrics)
     profiling: Profiling = Field(default_factory=Profiling)
     comm: Comm = Field(default_factory=Comm)
-    plan: PlanSection = Field(default_factory=PlanSection)
     debug: Debug = Field(default_factory=Debug)

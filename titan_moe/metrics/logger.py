@@ -1,7 +1,6 @@
 """All that a run reports while it trains: metrics.jsonl, validation.jsonl, curves, console."""
 
 import math
-import statistics
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -63,7 +62,6 @@ class MetricsLogger:
         self._log_freq, self._last_step = section.log_freq, training.steps
         self._peak_tflops = section.peak_tflops or peak_tflops(device_name(world.device))
         self._stopwatch = Stopwatch()
-        self._seconds_logged: list[float] = []
         self._tensorboard: Any = None
         if self._writes:
             self._attempt = folder.attempt
@@ -175,13 +173,6 @@ class MetricsLogger:
         """On rank 0, the sets whose validation after `step` has been reported before."""
         return self._validations.values(step, "name")
 
-    def typical_step_seconds(self) -> float | None:
-        """Median over this attempt's records but the first, whose steps are the slow ones.
-
-        On rank 0; None on others, and where there was one record at most.
-        """
-        return statistics.median(self._seconds_logged[1:]) if self._seconds_logged[1:] else None
-
     def close(self) -> None:
         """Write out what TensorBoard still holds back."""
         if self._tensorboard is not None:
@@ -189,7 +180,6 @@ class MetricsLogger:
 
     def _speed(self) -> dict[str, float | None]:
         pace = self._stopwatch.read()
-        self._seconds_logged.append(pace.step_seconds)
         tokens_per_second = self._tokens_per_step / pace.step_seconds
         per_device = tokens_per_second / self._world_size
         tflops = per_device * self._flops_per_token / TERA

@@ -67,7 +67,8 @@ class Lane:
     """Traffic of one mesh dimension, as the pipeline rank that sends most of it sends it.
 
     across: bytes that leave the scale-up domain; inside: all others. Both count what one rank sends
-    to others, without its own share. seconds: on the wire per step, hidden behind compute or not.
+    to others, without its own share. seconds: on the wire per step, hidden behind compute or not;
+    None, as what of them is exposed: times are not planned.
     """
 
     dimension: Dimension
@@ -76,11 +77,13 @@ class Lane:
     inside_bytes_per_step: int
     across_bytes_per_step: int
     bytes_per_micro_batch: int
-    seconds: float
-    exposed_seconds: float
+    seconds: float | None = None
+    exposed_seconds: float | None = None
 
     @property
-    def hidden_seconds(self) -> float:
+    def hidden_seconds(self) -> float | None:
+        if self.seconds is None or self.exposed_seconds is None:
+            return None
         return self.seconds - self.exposed_seconds
 
 

@@ -1,6 +1,7 @@
 """Traffic by mesh dimension: how much of it, over which network, and what compute does not hide."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import gcd
 
 from titan_moe.config.words import counted
@@ -28,22 +29,26 @@ WORTH_TELLING = 0.01  # of a step
 def lanes(
     case: Case,
     messages: Sequence[Sequence[Message]],
-    time: StepTime,
-    wire_seconds: Callable[[Case, Message], float],
+    time: StepTime | None = None,
+    wire_seconds: Callable[[Case, Message], float] | None = None,
 ) -> tuple[Lane, ...]:
     """One lane per dimension whose groups have more than one rank, innermost first.
 
     messages: of each pipeline rank, in order, with counts per whole step. wire_seconds: how long
-    one such message takes, hidden or not.
+    one such message takes, hidden or not. Without it and `time` lanes tell bytes alone.
     """
     busiest = {name: _busiest(messages, name) for name in EXPOSED_AS if _ranks(case, name) > 1}
+    found = {name: _lane(case, name, sent) for name, sent in busiest.items()}
+    if time is None or wire_seconds is None:
+        assert time is wire_seconds, "one time tells nothing without the other"
+        return tuple(found.values())
     seconds = {
         name: sum(message.count * wire_seconds(case, message) for message in sent)
         for name, sent in busiest.items()
     }
     return tuple(
-        _lane(case, name, sent, seconds[name], _exposed(time, seconds, name))
-        for name, sent in busiest.items()
+        replace(lane, seconds=seconds[name], exposed_seconds=_exposed(time, seconds, name))
+        for name, lane in found.items()
     )
 
 
@@ -68,9 +73,7 @@ def _exposed(time: StepTime, seconds: Mapping[Dimension, float], name: Dimension
     return min(seconds[name], share * time.spent[entry])
 
 
-def _lane(
-    case: Case, name: Dimension, sent: Sequence[Message], seconds: float, exposed: float
-) -> Lane:
+def _lane(case: Case, name: Dimension, sent: Sequence[Message]) -> Lane:
     total = _bytes(sent)
     across = round(sum(across_bytes(case, message) for message in sent))
     stays = _together(case, name) == _ranks(case, name)
@@ -81,8 +84,6 @@ def _lane(
         inside_bytes_per_step=total - across,
         across_bytes_per_step=across,
         bytes_per_micro_batch=_bytes(m for m in sent if m.when != "step") // case.micro_batches,
-        seconds=seconds,
-        exposed_seconds=exposed,
     )
 
 
@@ -99,9 +100,10 @@ def _together(case: Case, name: Dimension) -> int:
     return ranks_together(case.layout, name, domain_ranks(case))
 
 
-def warnings(case: Case, lanes: Sequence[Lane], time: StepTime) -> tuple[str, ...]:
+def warnings(case: Case, lanes: Sequence[Lane], time: StepTime | None = None) -> tuple[str, ...]:
     """Plain sentences, the weightiest first: what goes over the slow network and should not, what
-    the step waits for, and a fast domain that the machine does not have."""
+    the step waits for (if `time` is known, and the lanes were made with it), and a fast domain that
+    the machine does not have."""
     by_name = {lane.dimension: lane for lane in lanes}
     return (
         *_domain(case),
@@ -129,7 +131,7 @@ def _tensor(case: Case, lane: Lane | None) -> Iterator[str]:
         )
 
 
-def _experts(case: Case, lane: Lane | None, time: StepTime) -> Iterator[str]:
+def _experts(case: Case, lane: Lane | None, time: StepTime | None) -> Iterator[str]:
     if lane is None or lane.tier == "scale-up":
         return
     domain, section = domain_ranks(case), case.config.parallelism
@@ -140,24 +142,26 @@ def _experts(case: Case, lane: Lane | None, time: StepTime) -> Iterator[str]:
             f' With parallelism.expert_parallel_comm_backend = "two_tier" and scale_up_size = '
             f"{domain} a token crosses once per domain."
         )
+    waits = ""
+    if time is not None:
+        waits = f", and the step waits {_of_step(lane.exposed_seconds or 0.0, time)} for it"
     yield (
         f"Experts' all-to-all crosses the fast domain: groups of {lane.ranks} ranks, domains of "
         f"{domain}; {lane.across_bytes_per_step / GB:.3g} of {total / GB:.3g} GB per step and rank "
         f"go over {case.cluster.scale_out.gb_per_second:g} GB/s instead of "
-        f"{case.cluster.scale_up.gb_per_second:g}, and the step waits "
-        f"{_of_step(lane.exposed_seconds, time)} for it. {remedy}"
+        f"{case.cluster.scale_up.gb_per_second:g}{waits}. {remedy}"
     )
 
 
-def _gradients(lanes: Sequence[Lane], time: StepTime) -> Iterator[str]:
+def _gradients(lanes: Sequence[Lane], time: StepTime | None) -> Iterator[str]:
     late = [lane for lane in lanes if EXPOSED_AS[lane.dimension] == GRADIENTS]
-    exposed = sum(lane.exposed_seconds for lane in late)
-    if exposed < WORTH_TELLING * time.seconds:
+    exposed = sum(lane.exposed_seconds or 0.0 for lane in late)
+    if time is None or exposed < WORTH_TELLING * time.seconds:
         return
     names = ", ".join(
         f"{lane.dimension} ({counted(lane.ranks, 'rank')}, {lane.tier})"
         for lane in late
-        if lane.exposed_seconds > 0
+        if lane.exposed_seconds
     )
     yield (
         f"Traffic of gradients and weights is not all hidden: the step waits "

@@ -78,8 +78,8 @@ def _times(moment: Moment, cut: Cut, gathers: dict[int, Fraction]) -> Fraction:
     """How often the moment is there in a whole step."""
     if moment.kind in ("step", "optimizer"):
         return Fraction(1)
-    # The first pass stands for all but the last.
-    passes = cut.whole_passes - 1 if cut.passes > 1 and moment.run == 0 else 1
+    # The first pass stands for those that are left out; the last is the last.
+    passes = 1 + (cut.whole_passes - cut.passes) * (moment.run == 0)
     if moment.kind in ("pass", "reduction"):
         return Fraction(passes)
     if moment.kind == "gather":

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from titan_moe.mesh import Meshes
 from titan_moe.planner.figures import Dimension
 from titan_moe.planner.message import Message, Operation, When
+
+Tier = Literal["inside", "across"]
 
 c10d = torch.ops.c10d
 
@@ -63,6 +65,13 @@ class Groups:
             return "cp"
         return self._widest
 
+    def tier(self, group: ProcessGroup) -> Tier | None:
+        """Of a dispatcher's all-to-all over a part of the ep ranks: neighbours, or one of each."""
+        members = dist.get_process_group_ranks(group)
+        if set(members) == self._ranks["ep"]:
+            return None
+        return "inside" if members[-1] - members[0] == len(members) - 1 else "across"
+
 
 def message(
     operator: Any,
@@ -90,7 +99,8 @@ def message(
         of = groups.dimension(group, operation)
     if of == "dp_replicate":
         when = "step"
-    return Message(of, operation, size, 1, when, what)
+    tier = groups.tier(group) if operation == "all_to_all" else None
+    return Message(of, operation, size, 1, when, what, tier)
 
 
 def _sent(operator: Any, args: Sequence[Any], group: ProcessGroup) -> int:

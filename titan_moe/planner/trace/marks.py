@@ -30,13 +30,14 @@ DIMENSIONS: dict[str, Dimension] = {"fsdp": "dp_shard", "efsdp": "efsdp"}
 class Marks:
     """parts: of one rank; stages: their numbers.
 
-    received_bytes: places where stages receive what others send, of all micro-batches.
+    received_bytes: places where stages receive what others send, of all micro-batches of a pass.
+    kept_bytes: gradients of inputs that stages still have when all of a pass is through.
     """
 
     def __init__(self, recorder: Recorder, parts: list[nn.Module], stages: list[int]) -> None:
         self._recorder = recorder
         self.run = 0  # the call of the runner that is going on
-        self.received_bytes = 0
+        self.received_bytes = self.kept_bytes = 0
         self._groups: dict[int, list[FSDPParamGroup]] = {}
         self._stage_of: dict[FSDPParamGroup, int] = {}
         self._watched: set[int] = set()
@@ -187,6 +188,10 @@ class Marks:
 
     def _reduce(self, method: Method) -> Method:
         def reduce(stage: PipelineStage, *args: Any) -> None:
+            if self.run == 0:
+                infos = (info for infos in stage.args_recv_info.values() for info in infos)
+                grads = (info.buffer.grad for info in infos if info.buffer is not None)
+                self.kept_bytes += sum(g.untyped_storage().nbytes() for g in grads if g is not None)
             with self._recorder.during(Moment("reduction", self.run, stage.stage_index)):
                 method(stage, *args)
 

@@ -111,7 +111,7 @@ def _memory(
         weights=peak["weights"],
         gradients=peak["gradients"],
         optimizer=peak["optimizer"],
-        activations=peak["activations"] + rows * row_bytes,
+        activations=peak["activations"] + rows * row_bytes + int(marks.kept_bytes * left_out),
         buffers=peak["buffers"] + int(marks.received_bytes * left_out),
         when=recorder.ledger.peak_when,
     )

@@ -32,12 +32,14 @@ class Cut:
 
     @classmethod
     def of(cls, case: Case, pipeline_rank: int) -> "Cut":
-        """Two passes at most: in the second, gradients are there already. The last is the last."""
+        """In the second pass, gradients are there already; the last is the last.
+
+        Replicas add up in the last alone, to what all others have left: in between is one more.
+        """
         passes, of_pass = case.passes, case.micro_batches // case.passes
-        if case.layout.pp == 1:
-            return cls(min(passes, 2), 1, passes, 1)
-        few = _enough(case, pipeline_rank, of_pass)
-        return cls(min(passes, 2), few, passes, of_pass)
+        traced = min(passes, 2 if case.layout.dp_replicate == 1 else 3)
+        few = 1 if case.layout.pp == 1 else _enough(case, pipeline_rank, of_pass)
+        return cls(traced, few, passes, of_pass)
 
     def config(self, case: Case) -> RunConfig:
         """The case's, with as few rows in a step."""
@@ -65,36 +67,51 @@ class _Action:
 
 
 def _enough(case: Case, rank: int, whole: int) -> int:
-    """Micro-batches that reach what `whole` of them reach. Memory, and memory beside gradients."""
+    """The fewest micro-batches that let no action begin with less behind it than in `whole`."""
     section = case.config.parallelism
     if section.pipeline_parallel_schedule_csv is not None:
         return whole  # it is an order for that number alone
-    layers = {stage.index: max(len(stage.layers), 1) for stage in case.stages}
-    highest = _in_flight(section, rank, whole, layers)
+    needed = _loads(section, rank, whole)
     for few in range(min(TYPICAL, whole), whole):
-        fits = micro_batches_fault(section, few) is None
-        if fits and _in_flight(section, rank, few, layers) == highest:
-            return few
+        if micro_batches_fault(section, few) is None:
+            reached = _loads(section, rank, few)
+            if all(_is_reached(loads, reached[action]) for action, loads in needed.items()):
+                return few
     return whole
 
 
-def _in_flight(
-    section: Parallelism, rank: int, micro_batches: int, layers: dict[int, int]
-) -> tuple[int, int]:
-    """Blocks that wait for their backward, at most: at any time, and once all have gradients."""
-    waiting = highest = steady = 0
+Load = tuple[int, ...]
+
+
+def _is_reached(loads: set[Load], reached: set[Load]) -> bool:
+    """Whether for each load there is one that is no less in anything."""
+    return all(
+        load in reached
+        or any(all(a <= b for a, b in zip(load, other, strict=True)) for other in reached)
+        for load in loads
+    )
+
+
+def _loads(section: Parallelism, rank: int, micro_batches: int) -> dict["_Action", set[Load]]:
+    """What is in memory when an action begins: of each stage, micro-batches that wait for their
+    backward, those of which half of it is done, and whether there are gradients.
+    """
     actions = _actions(section, rank, micro_batches)
-    without = {action.stage_index for action in actions}
+    places = {stage: 3 * n for n, stage in enumerate(sorted({a.stage_index for a in actions}))}
+    load = [0] * 3 * len(places)
+    found: dict[_Action, set[Load]] = {}
     for action in actions:
+        found.setdefault(action, set()).add(tuple(load))
+        waiting = places[action.stage_index]
         if action.kind == "F":
-            waiting += layers[action.stage_index]
-            highest = max(highest, waiting)
-            steady = steady if without else max(steady, waiting)
+            load[waiting] += 1
+        elif action.kind == "I":
+            load[waiting] -= 1
+            load[waiting + 1] += 1
         elif action.kind in "BW":
-            steady = steady if without else max(steady, waiting)
-            without.discard(action.stage_index)
-            waiting -= layers[action.stage_index]
-    return highest, steady
+            load[waiting + (action.kind == "W")] -= 1
+            load[waiting + 2] = 1
+    return found
 
 
 def _actions(section: Parallelism, rank: int, micro_batches: int) -> list[_Action]:
