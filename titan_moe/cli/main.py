@@ -15,6 +15,7 @@ COMMANDS = {
     "validate": ("titan_moe.cli.validate", "check a config, without torch"),
     "import": ("titan_moe.cli.import_", "weights of a Hugging Face folder as a checkpoint"),
     "export": ("titan_moe.cli.export", "a checkpoint as a Hugging Face folder"),
+    "plan": ("titan_moe.cli.plan", "does a run fit a machine, and where does its traffic go"),
     "check": ("titan_moe.cli.check", "hold a recipe to its contract: the same numbers everywhere"),
     "fork": ("titan_moe.cli.fork", "copy a recipe under a new name, ready to edit"),
     "generate": ("titan_moe.cli.generate", "text from a checkpoint or a Hugging Face folder"),

@@ -2,17 +2,18 @@
 
 from titan_moe.planner.case import Case
 from titan_moe.planner.figures import Memory, StepTime
-from titan_moe.planner.usable import RESERVE_SHARE, usable_bytes
+from titan_moe.planner.placement import domain_ranks
+from titan_moe.planner.usable import RESERVE_SHARE
 
 GB = 1e9
 OWN_STACK = "titan-moe"
 OWN_PRECISION = "bf16"
 
 
-def assumptions(case: Case, memory: Memory, time: StepTime) -> tuple[str, ...]:
-    """The weightiest first."""
+def assumptions(case: Case, memory: Memory, time: StepTime | None) -> tuple[str, ...]:
+    """The weightiest first. time: None: times are not planned."""
     return (
-        _stack(case, time),
+        *_stack(case, time),
         *_precision(case),
         _balance(case),
         _memory(case, memory),
@@ -21,16 +22,18 @@ def assumptions(case: Case, memory: Memory, time: StepTime) -> tuple[str, ...]:
     )
 
 
-def _stack(case: Case, time: StepTime) -> str:
+def _stack(case: Case, time: StepTime | None) -> tuple[str, ...]:
+    if time is None:
+        return ("How long a step takes is not planned yet.",)
     band = f"±{100 * time.error_band:.0f}%"
     if case.stack.name == OWN_STACK:
         return (
             f"Times of {OWN_STACK} are an estimate until it is measured on GPUs; nine in ten "
-            f"should be within {band}."
+            f"should be within {band}.",
         )
     return (
         f"Times are those of {case.stack.name}, whose published figures were within {band} in nine "
-        f"of ten cases; {OWN_STACK} itself is not measured on GPUs."
+        f"of ten cases; {OWN_STACK} itself is not measured on GPUs.",
     )
 
 
@@ -47,27 +50,27 @@ def _balance(case: Case) -> str:
     if case.imbalance == 1.0:
         return (
             "Every rank's experts get the same number of tokens; a real router is never so even, "
-            "least of all at first (see --imbalance)."
+            "least of all at first."
         )
     return f"The busiest rank's experts get {case.imbalance:g} times the mean number of tokens."
 
 
 def _memory(case: Case, memory: Memory) -> str:
-    cluster = case.cluster
     how = (
         "traced through the code that will run"
         if memory.source == "traced"
         else "by a formula, which is held to a trace of the code"
     )
     return (
-        f"Memory is {how}, of tensors alone; of {cluster.gpu.memory_gb:g} GB they can have "
-        f"{usable_bytes(cluster) / GB:.1f}, as {100 * RESERVE_SHARE:g}% is kept for CUDA, NCCL and "
-        f"fragmentation."
+        f"Memory is {how}, of tensors alone, kernels' scratch left out; of "
+        f"{case.cluster.gpu.memory_gb:g} GB tensors can have {memory.usable / GB:.1f}, as "
+        f"{100 * RESERVE_SHARE:g}% is kept for CUDA, NCCL and fragmentation. It has not been held "
+        f"against a run on GPUs."
     )
 
 
 def _ranks(case: Case) -> tuple[str, ...]:
-    domain = case.cluster.scale_up.gpus
+    domain = domain_ranks(case)
     if case.world <= domain:
         return ()
     return (f"Neighbouring ranks share fast domains of {domain} GPUs, filled in order of rank.",)
