@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import load_config, save_config
+from titan_moe.config.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(
@@ -12,6 +13,15 @@ SHIPPED = sorted(
 )
 DEBUG = [path for path in SHIPPED if path.name == "debug.toml"]
 LARGEST_DEBUG_RUN = 8
+
+# Published models laid over a machine: `<size>_<machine>_<GPUs>.toml`, and what each extends.
+READY = {
+    "deepseek_v3/671b_b200_256.toml": "671b.toml",
+    "deepseek_v3/671b_gb300_256.toml": "671b.toml",
+    "deepseek_v3/671b_h100_1024.toml": "671b.toml",
+    "qwen3_moe/235b_gb200_256.toml": "235b-a22b.toml",
+    "qwen3_moe/30b_h200_8.toml": "30b-a3b.toml",
+}
 
 
 def name_of(path: Path) -> str:
@@ -23,6 +33,9 @@ def test_all_are_found() -> None:
         "debug.toml",
         "deepseek_v3/16b.toml",
         "deepseek_v3/671b.toml",
+        "deepseek_v3/671b_b200_256.toml",
+        "deepseek_v3/671b_gb300_256.toml",
+        "deepseek_v3/671b_h100_1024.toml",
         "deepseek_v3/debug.toml",
         "deepseek_v3/kimi-k2.toml",
         "glm4_moe/4.5-air.toml",
@@ -37,7 +50,9 @@ def test_all_are_found() -> None:
         "olmoe/1b-7b.toml",
         "olmoe/debug.toml",
         "qwen3_moe/235b-a22b.toml",
+        "qwen3_moe/235b_gb200_256.toml",
         "qwen3_moe/30b-a3b.toml",
+        "qwen3_moe/30b_h200_8.toml",
         "qwen3_moe/debug.toml",
     ]
 
@@ -63,3 +78,21 @@ def test_debug_runs_on_any_small_number_of_processes(
         load_config(path, [f"--parallelism.{degree}_parallel_degree=2"], world=2)
     expert = ["--parallelism.data_parallel_shard_degree=4"]
     load_config(path, [*expert, "--parallelism.expert_parallel_degree=4"], world=4)
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_ready_recipe_changes_how_a_model_is_trained_and_not_which(name: str) -> None:
+    """So that its parameters and its loss are those of the published model's TOML."""
+    path = ROOT / "train_configs" / name
+    ready, published = load_config(path), load_config(path.with_name(READY[name]))
+    world = int(path.stem.rpartition("_")[2])
+    assert Layout.world_of(ready.parallelism) == world
+    load_config(path, world=world)
+    how = {"job", "parallelism", "activation_checkpoint", "plan"}
+    of_ready, of_published = ready.model_dump(exclude=how), published.model_dump(exclude=how)
+    for tree in (of_ready, of_published):
+        del tree["training"]["local_batch_size"]
+    assert of_ready == of_published
+    assert ready.job.name != published.job.name
+    assert ready.plan.cluster is not None
+    assert (ROOT / ready.plan.cluster).is_file()

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from titan_moe.cli.main import main
+from titan_moe.cli.plan import case_of
+from titan_moe.cli.plan_options import parse
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = ROOT / "train_configs" / "clusters"
@@ -105,6 +107,17 @@ def test_what_cannot_be_planned_says_why(
     assert "Traceback" not in err
 
 
+def test_the_config_may_name_the_machine(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "train_configs/debug.toml")
+    assert main(["plan", config, "--gpus=1"]) == 2
+    assert "--cluster is missing" in capsys.readouterr().err
+    named = case_of(parse([config, "--gpus=1", f"--plan.cluster={tiny}"], {}))
+    assert named.cluster.machine.name == "tiny"
+    told = f"--cluster={CLUSTERS / 'h100.toml'}"
+    named = case_of(parse([config, "--gpus=1", told, f"--plan.cluster={tiny}"], {}))
+    assert named.cluster.machine.name == "H100"
+
+
 def test_part_of_a_host_is_not_planned(capsys: pytest.CaptureFixture[str]) -> None:
     twelve = ("--gpus=12", "--training.global_batch_size=24", "--data.num_streams=24")
     assert plan(*twelve) == 2
@@ -125,10 +138,7 @@ def test_faults_of_all_files_are_told_at_once(
     assert "command line: unknown key training.stpes; did you mean training.steps?" in lines
 
 
-def test_the_world_is_what_the_degrees_multiply_to(capfd: pytest.CaptureFixture[str]) -> None:
-    from titan_moe.cli.plan import case_of
-    from titan_moe.cli.plan_options import parse
-
+def test_the_world_is_what_the_degrees_multiply_to() -> None:
     words = ["--parallelism.data_parallel_shard_degree=2", "--parallelism.tensor_parallel_degree=4"]
     config = str(ROOT / "train_configs/debug.toml")
     options = parse([config, f"--cluster={CLUSTERS / 'h100.toml'}", *words], {})

@@ -71,5 +71,4 @@ def test_all_faults_are_told_at_once() -> None:
         "unknown",
         "--imbalance",
         "--tokens",
-        "--cluster",
     ]

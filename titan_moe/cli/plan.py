@@ -25,14 +25,15 @@ DOES_NOT_FIT = 1
 TO_COME = ("stack", "precision", "tokens", "price", "mtbf_hours", "imbalance", "search", "html")
 
 HELP = """\
-usage: titan-moe plan [CONFIG] --cluster FILE [--gpus N] [--json] [--section.key=value ...]
+usage: titan-moe plan [CONFIG] [--cluster FILE] [--gpus N] [--json] [--section.key=value ...]
 
 Say of a run that is not started, on a machine that need not be here: does it fit, and where does
 its traffic go. The code that will run is traced, one rank of each pipeline stage: no GPU is needed,
 nothing is allocated, and no data that the config names is looked for. CONFIG is by default
 $CONFIG_FILE, else train_configs/debug.toml; keys on the command line override it.
 
-  --cluster     the machine, a TOML; train_configs/clusters/ has some, and yours is a copy of one
+  --cluster     the machine, a TOML; train_configs/clusters/ has some, and yours is a copy of one;
+                default: plan.cluster of the config
   --gpus        of the run; default: what the layout asks for, if its degrees all are numbers
   --json        the same for scripts
 
@@ -67,8 +68,8 @@ def main(arguments: Sequence[str]) -> int:
 def case_of(options: Options) -> Case:
     """What is to be planned. Raises ConfigError: one line per fault, of all files together."""
     faults = _to_come(options)
-    cluster = _or_fault(lambda: load_cluster(options.cluster), faults)
     config = _or_fault(lambda: load_config(options.config, options.overrides, options.gpus), faults)
+    cluster = _cluster(options, config, faults)
     if config is None or cluster is None or faults:
         raise ConfigError(faults)
     world = options.gpus or world_of(options, config)
@@ -79,7 +80,7 @@ def case_of(options: Options) -> Case:
 
 def _to_come(options: Options) -> list[str]:
     """All that needs to know how long a step takes."""
-    plain = parse(["--cluster=machine.toml"], {})
+    plain = parse([], {})
     given = [name for name in TO_COME if getattr(options, name) != getattr(plain, name)]
     given += [] if options.traced else ["no_trace"]
     return [
@@ -87,6 +88,18 @@ def _to_come(options: Options) -> list[str]:
         f"tells memory, by tracing, and traffic"
         for name in given
     ]
+
+
+def _cluster(options: Options, config: RunConfig | None, faults: list[str]) -> Cluster | None:
+    path = options.cluster or (config and config.plan.cluster)
+    if path:
+        return _or_fault(lambda: load_cluster(path), faults)
+    if config is not None:
+        faults.append(
+            f"command line: --cluster is missing: the TOML of a machine to plan for; "
+            f"{options.config} names none under plan.cluster either"
+        )
+    return None
 
 
 def world_of(options: Options, config: RunConfig) -> int:

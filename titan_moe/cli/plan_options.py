@@ -33,7 +33,7 @@ class Options:
 
     config: Path
     overrides: tuple[str, ...]
-    cluster: Path
+    cluster: Path | None
     gpus: int | None
     stack: str
     precision: str
@@ -58,8 +58,6 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
     mtbf_hours, mtbf_faults = _positive(values, "--mtbf")
     faults += gpus_faults + tokens_faults + price_faults + mtbf_faults
     faults += _what_goes_alone(values, switches)
-    if "--cluster" not in values:
-        faults.append("command line: --cluster is missing: the TOML of a machine to plan for")
     html, write = values.get("--html"), values.get("--write")
     for name, file in (("--html", html), ("--write", write)):
         faults += [f"command line: {name} = {file}: {why}" for why in _unwritable(file)]
@@ -68,7 +66,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
     return Options(
         config=config,
         overrides=tuple(overrides),
-        cluster=Path(values["--cluster"]),
+        cluster=Path(cluster) if (cluster := values.get("--cluster")) else None,
         gpus=gpus,
         stack=values.get("--stack", DEFAULT_STACK),
         precision=values.get("--precision", DEFAULT_PRECISION),

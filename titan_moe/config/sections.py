@@ -284,6 +284,14 @@ class Debug(Section):
     )
 
 
+class PlanSection(Section):
+    """`[plan]`: what titan-moe plan takes if it is not told otherwise."""
+
+    cluster: FilePath | None = Field(
+        None, description="TOML of the machine to plan for, as train_configs/clusters has them"
+    )
+
+
 class RunConfig(Section):
     """A whole recipe TOML. `model` is the recipe's own subclass of ModelConfig."""
 
@@ -300,4 +308,5 @@ class RunConfig(Section):
     metrics: Metrics = Field(default_factory=Metrics)
     profiling: Profiling = Field(default_factory=Profiling)
     comm: Comm = Field(default_factory=Comm)
+    plan: PlanSection = Field(default_factory=PlanSection)
     debug: Debug = Field(default_factory=Debug)
